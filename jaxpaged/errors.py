@@ -1,0 +1,56 @@
+"""Every error that a user can meet, each with a text that says what to change."""
+
+
+class JaxpagedError(Exception):
+    """Base of all errors that jaxpaged raises on purpose."""
+
+
+class ConfigError(JaxpagedError, ValueError):
+    """A flag or keyword argument has a value that cannot work."""
+
+
+class CheckpointError(JaxpagedError):
+    """Model files are missing, damaged or do not match the model's definition."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is readable but its architecture or a feature it needs is not supported."""
+
+
+class RequestError(JaxpagedError, ValueError):
+    """A request cannot be served as it stands.
+
+    Args:
+        message: what is wrong and what to change, without the user's input.
+        param: the field at fault, as the user spells it.
+        code: a machine-readable code of the OpenAI API, such as `context_length_exceeded`.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_request_error, (type(self), self.message, self.param, self.code)
+
+
+def _rebuild_request_error(kind: type[RequestError], message: str, param: str | None, code: str | None) -> RequestError:
+    return kind(message, param=param, code=code)
+
+
+class NotSupportedError(RequestError):
+    """The request names a feature that exists in the API but is not built yet."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt and the tokens asked for, exceed the context or the KV pool."""
+
+
+class OverloadedError(RequestError):
+    """The waiting queue is full; the same request may succeed later."""
+
+
+class EngineDeadError(JaxpagedError, RuntimeError):
+    """The engine has stopped and answers no more requests."""

@@ -1,0 +1,1 @@
+"""Padding to a bucket, the compiled programs, the pools and the memory plan."""

@@ -1,0 +1,1 @@
+"""Checkpoint bytes to arrays."""

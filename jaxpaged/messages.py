@@ -1,0 +1,132 @@
+"""What crosses between the engine and whoever feeds it, in one process or between two.
+
+One batch goes each way per step. Token ids and stop ids live on the engine side; text, stop strings and templates on
+the other. Times are seconds of `time.monotonic()`, which all processes of one machine share.
+"""
+
+from dataclasses import dataclass
+
+from jaxpaged.outputs import FinishReason
+from jaxpaged.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to generate; a request with n > 1 becomes n of these, told apart by `choice`.
+
+    Attributes:
+        request_id: unique among the live ones.
+        stop_token_ids: ids that end generation: the user's own, and the model's end ids unless `ignore_eos`.
+        eos_token_ids: the model's end ids alone; a stop on one of them reports no `stop_reason`.
+        max_tokens: resolved by the sender; prompt and max_tokens together fit the context.
+        seed: resolved seed of 64 bits, or None for one of the engine's choice.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int | None = None
+    choice: int = 0
+    arrival_time: float = 0.0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Stop these requests now; unknown or finished ids are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Finish nothing more and end the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """The newest tokens of one sequence, and its end if it has come.
+
+    `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    scheduled_time: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """State of the engine after a step; counters are totals since its start.
+
+    `step_seconds` holds (kind, seconds) of the steps since the last message, kind being "decode", "prefill" or "mixed";
+    `step_tokens` the number of real tokens in each.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    kv_slots_held: int = 0
+    kv_slots_empty: int = 0
+    num_preemptions: int = 0
+    padding_tokens: int = 0
+    compilations: int = 0
+    device_idle_seconds: float = 0.0
+    step_seconds: tuple[tuple[str, float], ...] = ()
+    step_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine knows once it is ready to serve."""
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_programs: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    start_seconds: float
+    eos_token_ids: tuple[int, ...] = ()
+
+    def summary(self) -> str:
+        """The start-up line for people."""
+        tokens = self.num_blocks * self.block_size
+        return (
+            f"{self.model} ({self.architecture}) on {self.device}, {self.dtype}: "
+            f"weights {self.weight_bytes / 2**20:,.0f} MiB, "
+            f"{self.num_blocks:,} KV blocks of {self.block_size} hold {tokens:,} tokens "
+            f"({self.kv_cache_bytes / 2**20:,.0f} MiB), context {self.max_model_len:,}, "
+            f"{self.num_programs} programs, ready in {self.start_seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutputs:
+    """One batch from the engine: what each sequence gained, and the state after it."""
+
+    deltas: tuple[TokenDelta, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """The engine has ended on an error; nothing follows."""
+
+    message: str

@@ -1,0 +1,189 @@
+"""How to sample one request, and every check on it, in one place."""
+
+import enum
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxpaged.errors import NotSupportedError, RequestError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 4096
+MAX_STOP_TOKEN_IDS = 1024
+MAX_SEED = 2**64 - 1
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a running request holds: all so far, only the news, or nothing until the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """A constraint on the text; exactly one of the fields is set."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling of one request; names, defaults and ranges are vLLM's.
+
+    Args:
+        n: number of choices, 1 to 128.
+        best_of: choices to draw before the best n are returned, >= n.
+        presence_penalty, frequency_penalty: -2 to 2.
+        repetition_penalty: > 0; 1 is off.
+        temperature: >= 0; 0 is greedy.
+        top_p: (0, 1]; smallest set of tokens that holds this much probability.
+        top_k: number of most probable tokens kept; 0 or -1 keeps all.
+        min_p: [0, 1]; least probability of a kept token relative to the most probable one.
+        seed: same seed, same result, whatever else runs beside it.
+        stop: string or strings that end the text; they are not part of it unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end the text.
+        ignore_eos: go on after the model's end token.
+        max_tokens: most tokens to generate; None for as many as the context holds.
+        min_tokens: no end before this many tokens.
+        logprobs, prompt_logprobs: number of alternatives to report per position.
+        detokenize: False leaves `text` empty and takes no stop strings.
+        output_kind: what each output of a running request holds.
+
+    Raises:
+        RequestError: a value out of range; `param` names the field.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    expected_output_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, self.n, MAX_N)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0, math.inf, low_open=True)
+        _check_number("temperature", self.temperature, 0, math.inf)
+        _check_number("top_p", self.top_p, 0, 1, low_open=True)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_number("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), MAX_SEED)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, None)
+        if self.expected_output_tokens is not None:
+            _check_int("expected_output_tokens", self.expected_output_tokens, 1, None)
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+                     "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false", param=name)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, empty where there are none."""
+        return tuple(self.stop or ())
+
+    @property
+    def greedy(self) -> bool:
+        """True where no random number decides: temperatures below 1e-5 included."""
+        return self.temperature < 1e-5 or self.top_k == 1
+
+    def check_supported(self) -> None:
+        """Refuse what the API knows and this version cannot do.
+
+        Raises:
+            NotSupportedError: names the first such field.
+        """
+        for item in fields(self):
+            if item.name in _NOT_SUPPORTED and getattr(self, item.name) != item.default:
+                raise NotSupportedError(f"{item.name} is not supported yet; leave it out", param=item.name)
+
+
+_NOT_SUPPORTED = frozenset(
+    {"best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs",
+     "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"}
+)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise RequestError(f"{name} must be {span}", param=name)
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if good:
+        assert isinstance(value, (int, float))
+        good = (value > low if low_open else value >= low) and value <= high
+    if not good:
+        least = f"greater than {low}" if low_open else f"at least {low}"
+        raise RequestError(f"{name} must be a number {least}" + (f" and at most {high}" if high < math.inf else ""),
+                           param=name)
+
+
+def _stop_strings(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+        raise RequestError("stop must be a string or a list of strings", param="stop")
+    if len(items) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop must hold at most {MAX_STOP_STRINGS} strings", param="stop")
+    if not all(items):
+        raise RequestError("stop strings must not be empty", param="stop")
+    if any(len(item) > MAX_STOP_STRING_CHARS for item in items):
+        raise RequestError(f"a stop string must hold at most {MAX_STOP_STRING_CHARS} characters", param="stop")
+    return tuple(items)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"{name} must be a list of at most {MAX_STOP_TOKEN_IDS} token ids", param=name)
+    for item in value:
+        _check_int(name, item, 0, 2**31 - 1)
+    return tuple(value)

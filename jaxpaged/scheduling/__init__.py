@@ -1,0 +1,1 @@
+"""Who runs next and which blocks they own: pure Python, no JAX."""

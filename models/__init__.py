@@ -1,0 +1,1 @@
+"""Flax NNX model definitions and one weight-name table per family."""

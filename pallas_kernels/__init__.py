@@ -1,0 +1,1 @@
+"""Attention kernels and their plain specification: arrays in, arrays out."""
