@@ -1,0 +1,295 @@
+"""Flags of the server: read from the fields of EngineConfig and ServerConfig, so that each has one home.
+
+Only the standard library is imported here: `--help` and a typo answer at once.
+"""
+
+import argparse
+import difflib
+import json
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxpaged import __version__
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ConfigError
+
+_GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
+           "server": "server"}
+
+_OLD_SWITCHES = {
+    "--use-v2-block-manager": "there is one block manager",
+    "--enable-dynamic-batching": "continuous batching is always on",
+    "--use-contiguous-batching": "continuous batching is always on",
+    "--disable-log-requests": "requests are logged only with --enable-log-requests",
+    "--trust-remote-code": "code in model folders is never run",
+}
+_OLD_OPTIONS = {"--max-paddings": "use --max-num-batched-tokens to bound the size of a step"}
+
+
+def _flag(default: Any, help: str, *, show: bool = True, **more: Any) -> Any:
+    return field(default=default, repr=show, metadata={"help": help, "group": "server", **more})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the HTTP side is told; EngineConfig holds the rest.
+
+    Times are seconds, sizes bytes.
+
+    Raises:
+        ConfigError: a value that cannot work, or one that is not supported yet; the text says what to change.
+    """
+
+    host: str = _flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine alone")
+    port: int = _flag(8000, "port to listen on; 0 takes a free one")
+    served_model_name: tuple[str, ...] = _flag((), "names that requests may use for the model (default: as given)",
+                                               metavar="NAME")
+    api_key: tuple[str, ...] = _flag((), "keys of which requests must send one as a bearer token; every route "
+                                     "but /health and /ping asks for it", metavar="KEY", show=False)
+    ssl_keyfile: str | None = _flag(None, "private key for https", metavar="FILE")
+    ssl_certfile: str | None = _flag(None, "certificate for https", metavar="FILE")
+    allowed_origins: tuple[str, ...] = _flag(("*",), "origins of web pages that may call the API, or a JSON list",
+                                             metavar="ORIGIN")
+    root_path: str = _flag("", "path prefix under which a proxy serves the API", metavar="PATH")
+    shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish after SIGTERM or SIGINT",
+                                    metavar="SECONDS")
+    engine_timeout: float = _flag(60.0, "seconds without a sign of life from the engine until /health turns 503",
+                                  metavar="SECONDS")
+    max_request_bytes: int = _flag(8 * 2**20, "largest request body", metavar="BYTES")
+    max_logprobs: int = _flag(20, "most alternatives per position that a request may ask for", metavar="N")
+    logprobs_mode: str = _flag("raw_logprobs", "log probabilities before or after penalties and temperature",
+                               choices=("raw_logprobs", "processed_logprobs"))
+    uvicorn_log_level: str = _flag("info", "log level of the HTTP server",
+                                   choices=("critical", "error", "warning", "info", "debug", "trace"))
+    disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
+    enable_log_requests: bool = _flag(False, "log the sizes and sampling parameters of each request, never its text")
+    disable_log_stats: bool = _flag(False, "no statistics in the log every 10 seconds")
+    enable_auto_tool_choice: bool = _flag(False, "let the model call tools")
+    tool_call_parser: str | None = _flag(None, "how the model writes tool calls", metavar="NAME")
+    reasoning_parser: str | None = _flag(None, "how the model writes its reasoning", metavar="NAME")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be from 0 to 65535, not {self.port!r}")
+        if not all(self.api_key):
+            raise ConfigError("--api-key must not be empty; leave it out to serve without a key")
+        if not all(self.served_model_name):
+            raise ConfigError("--served-model-name must not be empty")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or neither")
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{_spelling(name)}: there is no file {path}")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError("--root-path must begin with a slash and not end with one")
+        if not self.shutdown_timeout >= 0:
+            raise ConfigError(f"--shutdown-timeout must be at least 0 seconds, not {self.shutdown_timeout}")
+        if not self.engine_timeout > 0:
+            raise ConfigError(f"--engine-timeout must be above 0 seconds, not {self.engine_timeout}")
+        if self.max_request_bytes < 1024:
+            raise ConfigError(f"--max-request-bytes must be at least 1024, not {self.max_request_bytes}")
+        for name in _NOT_SUPPORTED:
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise ConfigError(f"{_spelling(name)} is not supported yet; leave it out")
+
+
+_NOT_SUPPORTED = ("max_logprobs", "logprobs_mode", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The command line, read: what each side is told, and warnings to log once."""
+
+    server: ServerConfig
+    engine: EngineConfig
+    warnings: tuple[str, ...] = ()
+
+
+def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> Arguments:
+    """Read the flags.
+
+    Args:
+        argv: without the program's name. `--config FILE.yaml` adds flags from a file; those of `argv` win.
+        prog: what the user typed, for help and errors.
+
+    Raises:
+        SystemExit: 0 after --help or --version; 2 after one line that names the flag at fault.
+    """
+    parser = _make_parser(prog)
+    given = vars(_parse_known(parser, argv))
+    try:
+        path = given.pop("config", None)
+        if path is not None:
+            from_file = vars(_parse_known(parser, _flags_of_file(path)))
+            if "config" in from_file:
+                raise ConfigError(f"{path} must not name another --config file")
+            _settle_model(from_file)
+            _settle_model(given)
+            old = from_file.pop("old_flags", []) + given.pop("old_flags", [])
+            given = {**from_file, **given, "old_flags": old}
+        _settle_model(given)
+        warnings = tuple(dict.fromkeys(given.pop("old_flags", [])))
+        engine_names = {item.name for item in fields(EngineConfig)}
+        engine = EngineConfig(**{name: value for name, value in given.items() if name in engine_names})
+        server = ServerConfig(**{name: value for name, value in given.items() if name not in engine_names})
+    except ConfigError as error:
+        parser.error(str(error))
+    return Arguments(server, engine, warnings)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line per error, and no guessing from abbreviations."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _OldFlag(argparse.Action):
+    """A flag of older releases: no effect, one warning."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        warnings = [*getattr(namespace, "old_flags", []), f"{option_string} has no effect: {self.const}"]
+        namespace.old_flags = warnings
+
+
+def _make_parser(prog: str) -> _Parser:
+    # SUPPRESS keeps what was not given out of the namespace: the dataclasses alone know the defaults.
+    parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False,
+                     usage=f"{prog} [MODEL] [flags]",
+                     description="Serve a model over the OpenAI protocol; without a model, a small embedded one.")
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="help", help="show this text and exit")
+    parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
+                        help="show the version and exit")
+    parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; those of the command line win")
+    groups = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
+    for config in (EngineConfig, ServerConfig):
+        types = typing.get_type_hints(config)
+        for item in fields(config):
+            _add_flag(groups[item.metadata["group"]], item, types[item.name])
+    for name, reason in _OLD_SWITCHES.items():
+        parser.add_argument(name, action=_OldFlag, nargs=0, const=reason, help=argparse.SUPPRESS)
+    for name, reason in _OLD_OPTIONS.items():
+        parser.add_argument(name, action=_OldFlag, const=reason, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_flag(group: Any, item: Any, kind: Any) -> None:
+    meta = item.metadata
+    names = [_spelling(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
+    help = meta["help"]
+    if item.name in _NOT_SUPPORTED:
+        help += " (not supported yet)"
+    elif item.default not in (None, False, (), "") and "default:" not in help:
+        default = " ".join(item.default) if isinstance(item.default, tuple) else item.default
+        help += f" (default: {'on' if default is True else default})"
+    help = help.replace("%", "%%")
+    options = [option for option in (typing.get_args(kind) or (kind,)) if option is not type(None)]
+    if kind is bool:
+        switch: Any = "store_true" if item.name.startswith("disable_") else argparse.BooleanOptionalAction
+        group.add_argument(*names, dest=item.name, action=switch, help=help)
+    elif typing.get_origin(kind) is tuple:
+        group.add_argument(*names, dest=item.name, action=_Several, nargs="+", metavar=meta.get("metavar"), help=help)
+    else:
+        reader = _json_object if typing.get_origin(options[0]) is dict else options[0]
+        metavar = meta.get("metavar", None if "choices" in meta else _metavar(options[0]))
+        group.add_argument(*names, dest=item.name, type=reader, choices=meta.get("choices"), metavar=metavar, help=help)
+
+
+class _Several(argparse.Action):
+    """Values after one flag, after the same flag again, or as one JSON list."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        if len(values) == 1 and values[0].startswith("["):
+            try:
+                values = json.loads(values[0])
+            except ValueError:
+                values = None
+            if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+                raise argparse.ArgumentError(self, "neither plain values nor a JSON list of strings")
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "N", float: "X"}.get(kind, "JSON" if typing.get_origin(kind) is dict else "TEXT")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+_json_object.__name__ = "JSON object"
+
+
+def _spelling(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parse_known(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
+    namespace, unknown = parser.parse_known_args([_with_dashes(item) for item in argv])
+    if unknown:
+        flags = [item for item in unknown if item.startswith("-")]
+        if not flags:
+            parser.error(f"unexpected argument {unknown[0]}: only one MODEL can be served")
+        known = [name for action in parser._actions for name in action.option_strings
+                 if action.help != argparse.SUPPRESS]
+        wrong = flags[0].partition("=")[0]
+        near = difflib.get_close_matches(wrong, known, 1)
+        parser.error(f"unknown flag {wrong}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"))
+    return namespace
+
+
+def _with_dashes(item: str) -> str:
+    # --max_model_len is how keyword arguments are spelled, and a common habit
+    name, equals, value = item.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else item
+
+
+def _settle_model(given: dict[str, Any]) -> None:
+    positional = given.pop("model_argument", None)
+    if positional is None:
+        return
+    if given.setdefault("model", positional) != positional:
+        raise ConfigError(f"the model is given twice, as {positional} and as --model {given['model']}; keep one")
+
+
+def _flags_of_file(path: str) -> list[str]:
+    import yaml  # a dependency of huggingface_hub; slow to import, needed only here
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ConfigError(f"--config {path} cannot be read: {reason}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"--config {path} is not valid YAML{where}") from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigError(f"--config {path} must hold one flag a line, such as `port: 8000`")
+    flags: list[str] = []
+    for name, value in content.items():
+        flag = _spelling(name.removeprefix("--"))
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags += [] if name.startswith("disable") else ["--no-" + flag.removeprefix("--")]
+        elif isinstance(value, list):
+            flags.append(f"{flag}={json.dumps([str(item) for item in value])}")
+        elif isinstance(value, dict):
+            flags.append(f"{flag}={json.dumps(value)}")
+        elif value is not None:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
