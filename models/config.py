@@ -13,7 +13,6 @@ class RopeConfig:
     theta: float = 10000.0
     kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
-    dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     tie_embeddings: bool = False
     attention_bias: bool = False
+    attention_output_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"

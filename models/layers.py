@@ -1,0 +1,92 @@
+"""Building blocks of the decoders. Axis letters: T tokens, D model, N query heads, K kv heads, H head dim, F mlp, V vocab.
+
+Norms, rotary angles and logits are computed in float32 whatever the weights' dtype.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.models.config import RopeConfig
+
+
+class Linear(nnx.Module):
+    """y = x @ kernel (+ bias); kernel is [in, out], the faster way round on every backend."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        draw = jax.random.normal(rngs.params(), (size_in, size_out), jnp.float32) * size_in**-0.5
+        self.kernel = nnx.Param(draw.astype(dtype))
+        self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (Zhang and Sennrich, 2019), in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token table [V, D]; also the output head of models with tied embeddings."""
+
+    def __init__(self, vocab_size: int, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        draw = jax.random.normal(rngs.params(), (vocab_size, model_dim), jnp.float32) * model_dim**-0.5
+        self.table = nnx.Param(draw.astype(dtype))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:  # [T] -> [T, D]
+        return self.table[...][ids]
+
+    def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
+        return jnp.einsum("bd,vd->bv", x, self.table[...], preferred_element_type=jnp.float32)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, model_dim: int, mlp_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.gate = Linear(model_dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.up = Linear(model_dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(mlp_dim, model_dim, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine [T, H // 2] float32 of each token's rotary angles (Su et al., 2021).
+
+    Angles come from integer positions in float32, so that their error does not grow with the position.
+    """
+    frequency = rope.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    scaling = dict(rope.scaling)
+    if rope.kind == "linear":
+        frequency = frequency / scaling["factor"]
+    elif rope.kind == "llama3":
+        frequency = _llama3_frequency(frequency, scaling)
+    angle = position.astype(jnp.float32)[:, None] * frequency[None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _llama3_frequency(frequency: jax.Array, scaling: dict[str, float]) -> jax.Array:
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * jnp.pi)
+    smooth = jnp.clip((turns - low) / (high - low), 0, 1)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Apply rotary angles [T, H // 2] to x [T, heads, H]; first and second half of H form the pairs."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,36 @@
+"""The Llama family: Llama 2 and 3, SmolLM2 and others of the same shape."""
+
+from typing import Any
+
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.hf_config import common_config
+from jaxpaged.models.weight_rules import WeightRule, as_is, transposed
+
+IGNORED = ("*.rotary_emb.inv_freq", "*.self_attn.rotary_emb.cos_cached", "*.self_attn.rotary_emb.sin_cached")
+
+WEIGHTS = (
+    WeightRule("model.embed_tokens.weight", "embed.table", as_is),
+    WeightRule("model.layers.{i}.input_layernorm.weight", "layers.{i}.attn_norm.scale", as_is),
+    WeightRule("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attn.q.kernel", transposed),
+    WeightRule("model.layers.{i}.self_attn.k_proj.weight", "layers.{i}.attn.k.kernel", transposed),
+    WeightRule("model.layers.{i}.self_attn.v_proj.weight", "layers.{i}.attn.v.kernel", transposed),
+    WeightRule("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.attn.o.kernel", transposed),
+    WeightRule("model.layers.{i}.self_attn.q_proj.bias", "layers.{i}.attn.q.bias", as_is),
+    WeightRule("model.layers.{i}.self_attn.k_proj.bias", "layers.{i}.attn.k.bias", as_is),
+    WeightRule("model.layers.{i}.self_attn.v_proj.bias", "layers.{i}.attn.v.bias", as_is),
+    WeightRule("model.layers.{i}.self_attn.o_proj.bias", "layers.{i}.attn.o.bias", as_is),
+    WeightRule("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.scale", as_is),
+    WeightRule("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate.kernel", transposed),
+    WeightRule("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.up.kernel", transposed),
+    WeightRule("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.kernel", transposed),
+    WeightRule("model.layers.{i}.mlp.gate_proj.bias", "layers.{i}.mlp.gate.bias", as_is),
+    WeightRule("model.layers.{i}.mlp.up_proj.bias", "layers.{i}.mlp.up.bias", as_is),
+    WeightRule("model.layers.{i}.mlp.down_proj.bias", "layers.{i}.mlp.down.bias", as_is),
+    WeightRule("model.norm.weight", "norm.scale", as_is),
+    WeightRule("lm_head.weight", "head.kernel", transposed),
+)
+
+
+def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
+    """ModelConfig of a Llama checkpoint; everything is common."""
+    return common_config(hf)

@@ -1,0 +1,49 @@
+"""Which family serves which architecture name of config.json."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.models import llama
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.transformer import Transformer
+from jaxpaged.models.weight_rules import WeightRule
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """A family: how its config is read, how its module is built, and where its weights come from."""
+
+    config_from_hf: Callable[[dict[str, Any]], ModelConfig]
+    weights: tuple[WeightRule, ...]
+    ignored: tuple[str, ...]
+
+    def build(self, config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> Transformer:
+        """The module with random weights; call it under `nnx.eval_shape` to draw none."""
+        return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed))
+
+
+_LLAMA = ModelFamily(llama.config_from_hf, llama.WEIGHTS, llama.IGNORED)
+
+FAMILIES = {
+    "LlamaForCausalLM": _LLAMA,
+}
+
+
+def find_family(hf: dict[str, Any]) -> ModelFamily:
+    """The family of a config.json.
+
+    Raises:
+        UnsupportedModelError: no family serves this architecture; the text lists those that exist.
+    """
+    names = hf.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError("config.json: 'architectures' must be a list that names the model class")
+    if names[0] not in FAMILIES:
+        raise UnsupportedModelError(f"architecture {names[0]} is not supported; supported are "
+                                    f"{', '.join(sorted(FAMILIES))}")
+    return FAMILIES[names[0]]

@@ -1,0 +1,81 @@
+"""The decoder that the families share: embed, layers, norm, logits of the sampled rows."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.models.attention import Attention, AttentionMetadata
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+
+Pools = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values, [P, K, S, H] each
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP with residuals."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.attn_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
+        self.attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(config.model_dim, config.mlp_dim, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array, meta: AttentionMetadata
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        y, k_pool, v_pool = self.attn(self.attn_norm(x), k_pool, v_pool, meta)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), k_pool, v_pool
+
+
+class Transformer(nnx.Module):
+    """A causal decoder over page pools.
+
+    Args:
+        config: sizes and switches.
+        dtype: of weights and activations.
+        rngs: for random weights; under `nnx.eval_shape` nothing is drawn.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.model_dim, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
+        tied = config.tie_embeddings
+        self.head = None if tied else Linear(config.model_dim, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, ids: jax.Array, sample_row: jax.Array, pools: Pools, meta: AttentionMetadata
+    ) -> tuple[jax.Array, Pools]:
+        """One step.
+
+        Args:
+            ids: [T] int32.
+            sample_row: [B] int32, rows whose logits are wanted; the head runs on these alone.
+            pools: keys and values of every layer, updated in place where donated.
+            meta: see `make_metadata`.
+
+        Returns:
+            Logits [B, V] float32, and the pools.
+        """
+        x = self.embed(ids)
+        updated = []
+        for layer, (k_pool, v_pool) in zip(self.layers, pools, strict=True):
+            graph, weights = nnx.split(layer)
+            x, k_pool, v_pool = _run_layer(graph, weights, x, k_pool, v_pool, meta)
+            updated.append((k_pool, v_pool))
+        x = self.norm(x[sample_row])
+        logits = self.embed.logits(x) if self.head is None else self.head(x).astype(jnp.float32)
+        return logits, tuple(updated)
+
+
+# A jit inside the step's jit: equal layers are traced once.
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array,
+    meta: AttentionMetadata,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return nnx.merge(graph, weights)(x, k_pool, v_pool, meta)

@@ -1,0 +1,48 @@
+"""Plain specification of every kernel: short, slow, obviously right. Tests compare the fast paths with it.
+
+Axis letters: T tokens, N query heads, K kv heads, H head dim, P pages, S page size.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def write_kv(
+    k_pool: jax.Array,  # [P, K, S, H]
+    v_pool: jax.Array,  # [P, K, S, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    page: jax.Array,  # [T] int32
+    place: jax.Array,  # [T] int32, 0 to S - 1
+) -> tuple[jax.Array, jax.Array]:
+    """Put the keys and values of T tokens at their places in the pools, one token after another."""
+    for t in range(k.shape[0]):
+        k_pool = k_pool.at[page[t], :, place[t]].set(k[t])
+        v_pool = v_pool.at[page[t], :, place[t]].set(v[t])
+    return k_pool, v_pool
+
+
+def paged_attention(
+    q: jax.Array,  # [T, N, H]
+    k_pool: jax.Array,  # [P, K, S, H]
+    v_pool: jax.Array,  # [P, K, S, H]
+    block_table: jax.Array,  # [rows, width] int32, the pages of each slot in order
+    slot: jax.Array,  # [T] int32
+    position: jax.Array,  # [T] int32
+    scale: float,
+) -> jax.Array:  # [T, N, H]
+    """Causal attention of each token to positions 0 to its own, all read through its slot's block table."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, page_size = k_pool.shape[1], k_pool.shape[2]
+    context = block_table.shape[1] * page_size
+
+    def gather(pool: jax.Array) -> jax.Array:  # [T, context, N, H]
+        pages = pool[block_table[slot]]  # [T, width, K, S, H]
+        rows = jnp.swapaxes(pages, 2, 3).reshape(tokens, context, kv_heads, head_dim)
+        return jnp.repeat(rows, heads // kv_heads, axis=2)
+
+    seen = jnp.arange(context)[None, :] <= position[:, None]  # [T, context]
+    values = jnp.where(seen[:, :, None, None], gather(v_pool), 0)
+    scores = jnp.einsum("tnh,tcnh->tnc", q, gather(k_pool)).astype(jnp.float32) * scale
+    weights = jax.nn.softmax(jnp.where(seen[:, None, :], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("tnc,tcnh->tnh", weights.astype(q.dtype), values)
