@@ -1,0 +1,75 @@
+"""One sequence on its way through the engine."""
+
+import enum
+from dataclasses import dataclass, field
+
+from jaxpaged.messages import EngineRequest
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is; everything from FINISHED_STOPPED on is an end."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request's tokens and what it owns.
+
+    Attributes:
+        order: arrival number; the smaller is never preempted for the larger.
+        token_ids: prompt and output known on the host.
+        num_computed: tokens whose keys and values are written or will be by a dispatched step.
+        num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 or 1.
+        block_table: blocks in order of position; only ever appended to while RUNNING.
+        slot: index of its device-side state while RUNNING, else -1.
+    """
+
+    message: EngineRequest
+    order: int
+    token_ids: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed: int = 0
+    num_pending: int = 0
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    slot: int = -1
+    scheduled_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.message.prompt_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.message.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.message.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens plus the assumed ones of steps in flight."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens, the assumed ones included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that a step could process now; none once the last token is on its way."""
+        if self.num_output_tokens >= self.message.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.status >= RequestStatus.FINISHED_STOPPED
