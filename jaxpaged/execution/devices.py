@@ -1,0 +1,69 @@
+"""Which device runs the model, and how much memory it has."""
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.extend.backend import get_backend
+
+from jaxpaged.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A device by name: platform "cpu" or "cuda", kind for people, memory that the process may use in bytes."""
+
+    platform: str
+    kind: str
+    memory_bytes: int
+    device: jax.Device
+
+
+def select_device(wanted: str) -> DeviceInfo:
+    """Start the backend of `wanted` ("auto", "cpu" or "cuda") and describe its first device.
+
+    The platform is fixed before any backend starts: an installed GPU plugin that finds no GPU would print a traceback.
+
+    Raises:
+        ConfigError: there is no such device here, or the process has already started another backend.
+    """
+    platform = wanted if wanted != "auto" else ("cuda" if _has_nvidia_gpu() else "cpu")
+    if jax.config.jax_platforms is None:
+        jax.config.update("jax_platforms", platform)
+    try:
+        device = get_backend(platform).local_devices()[0]
+    except RuntimeError as error:
+        if wanted == "auto" and platform == "cuda":
+            return select_device("cpu")
+        hint = "install jaxpaged[cuda12] or jaxpaged[cuda13], or use --device cpu" if platform == "cuda" else \
+            f"JAX was told to use {jax.config.jax_platforms}; unset that or use --device cuda"
+        raise ConfigError(f"no {platform} device: {str(error).splitlines()[0]}; {hint}") from error
+    if platform == "cpu":
+        return DeviceInfo("cpu", f"CPU ({usable_cores()} cores)", process_memory_bytes(), device)
+    stats = device.memory_stats() or {}
+    return DeviceInfo("cuda", device.device_kind, int(stats.get("bytes_limit", 0)), device)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or the least of its control groups' and own limits."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        path = Path(name)
+        text = path.read_text().strip() if path.is_file() else "max"
+        if text.isdigit():
+            limits.append(int(text))
+    own = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if own != resource.RLIM_INFINITY:
+        limits.append(own)
+    return min(limits)
+
+
+def _has_nvidia_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()

@@ -1,0 +1,43 @@
+"""The page pools: their layout and their size in bytes. Axis 0 is always the block."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.transformer import Pools
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """Shape of the pools of one model: per layer one array for keys and one for values, [P, K, S, H]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int, dtype: jnp.dtype) -> "KVCacheSpec":
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(dtype))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers, keys and values."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+    def shapes(self, num_blocks: int) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
+        """Shapes of the pools, as the programs take them."""
+        one = jax.ShapeDtypeStruct((num_blocks, self.num_kv_heads, self.block_size, self.head_dim), self.dtype)
+        return ((one, one),) * self.num_layers
+
+    def allocate(self, num_blocks: int, device: jax.Device) -> Pools:
+        """Zeroed pools on the device."""
+        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+
+        def pool() -> jax.Array:
+            return jnp.zeros(shape, self.dtype, device=device)
+
+        return tuple((pool(), pool()) for _ in range(self.num_layers))

@@ -1,0 +1,104 @@
+"""Runs scheduled steps on the device; owns the weights, the pools and the slots' state there."""
+
+import secrets
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.programs import ADMIT_SIZES, Params, ProgramSet, StepShape
+from jaxpaged.execution.sampler import empty_state, state_of
+from jaxpaged.execution.step_input import pad_step
+from jaxpaged.messages import EngineRequest
+from jaxpaged.scheduling.scheduler import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A dispatched step; `ids` [B] are being computed."""
+
+    step: SchedulerOutput
+    size: int
+    ids: jax.Array | None
+
+    def is_ready(self) -> bool:
+        return self.ids is None or self.ids.is_ready()
+
+    def sampled(self) -> list[int]:
+        """Ids in the order of the sampling pieces; waits for the device."""
+        return [] if self.ids is None else np.asarray(self.ids)[: self.step.num_sampled].tolist()
+
+
+class ModelRunner:
+    """Dispatches steps; never waits for one.
+
+    Args:
+        programs: the compiled set.
+        params: the weights on the device.
+        engine_seed: makes requests without a seed repeatable; None draws from the operating system.
+    """
+
+    def __init__(
+        self,
+        programs: ProgramSet,
+        params: Params,
+        cache: KVCacheSpec,
+        shape: StepShape,
+        *,
+        device: jax.Device,
+        engine_seed: int | None,
+    ) -> None:
+        self._programs = programs
+        self._params = params
+        self._shape = shape
+        self._engine_seed = engine_seed
+        self._num_seeded = 0
+        slots = shape.max_num_seqs + 1
+        self._pools = cache.allocate(shape.num_blocks, device)
+        self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=device)
+        self._last_id = jnp.zeros(slots, jnp.int32, device=device)
+        self._sampling = jax.device_put(empty_state(slots), device)
+
+    @property
+    def num_compiled(self) -> int:
+        return self._programs.num_compiled
+
+    def dispatch(self, step: SchedulerOutput) -> StepInFlight:
+        """Queue a step on the device, behind those already there."""
+        shape = self._shape
+        admitted = [(piece.request.message, piece.slot) for piece in step.pieces if piece.admit]
+        for first in range(0, len(admitted), ADMIT_SIZES[-1]):
+            self._admit(admitted[first : first + ADMIT_SIZES[-1]])
+        size = shape.size_for(step.num_tokens)
+        buffer = pad_step(step, size=size, num_samples=shape.samples_of(size), null_slot=shape.max_num_seqs,
+                          block_size=shape.block_size)
+        logits, self._pools, self._block_table, slot, position = self._programs.get(("forward", size))(
+            self._params, self._pools, self._block_table, self._last_id, buffer
+        )
+        ids = None
+        if step.num_sampled:
+            ids, self._last_id = self._programs.get(("sample", shape.samples_of(size)))(
+                self._sampling, self._last_id, logits, slot, position
+            )
+        return StepInFlight(step, size, ids)
+
+    def replace_params(self, params: Params) -> None:
+        """Use other weights of the same shapes from the next step on."""
+        self._params = params
+
+    def _admit(self, requests: list[tuple[EngineRequest, int]]) -> None:
+        size = next(size for size in ADMIT_SIZES if size >= len(requests))
+        rows = state_of([(request, self._seed(request)) for request, _ in requests], size)
+        slots = np.full(size, self._shape.max_num_seqs, np.int32)
+        slots[: len(requests)] = [slot for _, slot in requests]
+        self._sampling = self._programs.get(("admit", size))(self._sampling, rows, slots)
+
+    def _seed(self, request: EngineRequest) -> int:
+        if request.seed is not None:
+            return request.seed
+        if self._engine_seed is None:
+            return secrets.randbits(64)
+        self._num_seeded += 1
+        return hash((self._engine_seed, self._num_seeded)) & (2**64 - 1)

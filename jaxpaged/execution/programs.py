@@ -1,0 +1,197 @@
+"""The closed set of compiled programs: nothing else runs on the device after start-up.
+
+`forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `admit[n]` writes n slots. They are
+ahead-of-time executables, which refuse a new shape instead of compiling for it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.sampler import SamplingState, empty_state, sample
+from jaxpaged.execution.step_input import unpack_step
+from jaxpaged.models.attention import make_metadata
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.transformer import Pools, Transformer
+
+logger = logging.getLogger(__name__)
+
+ProgramName = tuple[str, int]
+Params = dict[Any, Any]
+
+ADMIT_SIZES = (1, 8)
+COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
+    "cpu": {},
+    "cuda": {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES",
+    },
+}
+
+
+def step_sizes(max_num_batched_tokens: int, platform: str) -> tuple[int, ...]:
+    """Ascending token counts that a step is padded to; none is above the budget.
+
+    On CPU a step of 2 rows is no slower than one of 1, and 8 hardly slower than 4: fewer programs start faster.
+    """
+    small = (2, 8) if platform == "cpu" else (1, 2, 4, 8)
+    sizes = [size for size in small if size <= max_num_batched_tokens]
+    size = 16
+    while size < max_num_batched_tokens:
+        sizes.append(size)
+        size *= 2
+    return tuple(sorted({*sizes, max_num_batched_tokens}))
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes that fix every program.
+
+    Attributes:
+        sizes: see `step_sizes`.
+        max_num_seqs: slots; the device keeps one more, the null slot of padding rows.
+        table_width: columns of the block table.
+    """
+
+    sizes: tuple[int, ...]
+    max_num_seqs: int
+    table_width: int
+    block_size: int
+    num_blocks: int
+
+    def samples_of(self, size: int) -> int:
+        """Sampled rows of a step of `size` tokens."""
+        return min(size, self.max_num_seqs)
+
+    def size_for(self, tokens: int) -> int:
+        return next(size for size in self.sizes if size >= tokens)
+
+
+class ProgramSet:
+    """Compiles the programs of one model and hands them out.
+
+    Args:
+        graph: the model's definition, without weights.
+        params: shapes of the weights.
+        device: where they will run.
+        platform: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Transformer],
+        params: Params,
+        config: ModelConfig,
+        cache: KVCacheSpec,
+        shape: StepShape,
+        *,
+        device: jax.Device,
+        platform: str,
+    ) -> None:
+        self._graph = graph
+        self._config = config
+        self._shape = shape
+        self._platform = platform
+        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self._params = self._placed(params)
+        self._pools = self._placed(cache.shapes(shape.num_blocks))
+        self._compiled: dict[ProgramName, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._compiled)
+
+    def names(self) -> tuple[ProgramName, ...]:
+        """The closed set, the slowest to compile first."""
+        sizes = self._shape.sizes
+        samples = sorted({self._shape.samples_of(size) for size in sizes})
+        return (
+            *(("forward", size) for size in reversed(sizes)),
+            *(("sample", count) for count in reversed(samples)),
+            *(("admit", count) for count in ADMIT_SIZES),
+        )
+
+    def compile_all(self, done: Callable[[ProgramName], None]) -> None:
+        """Compile, or read from the persistent cache, on two threads; `done` is called after each."""
+        with ThreadPoolExecutor(2) as threads:
+            jobs = {threads.submit(self.get, name): name for name in self.names()}
+            for job in as_completed(jobs):
+                job.result()
+                done(jobs[job])
+
+    def get(self, name: ProgramName) -> jax.stages.Compiled:
+        """The executable; compiled now if it is not yet."""
+        if name not in self._compiled:
+            compiled = self._lowered(name).compile(compiler_options=COMPILER_OPTIONS[self._platform])
+            with self._lock:
+                self._compiled[name] = compiled
+        return self._compiled[name]
+
+    def _lowered(self, name: ProgramName) -> jax.stages.Lowered:
+        kind, count = name
+        slots = self._shape.max_num_seqs + 1
+        ids = self._spec((slots,), jnp.int32)
+        if kind == "forward":
+            table = self._spec((slots, self._shape.table_width), jnp.int32)
+            packed = self._spec((4 * count + self._shape.samples_of(count),), jnp.int32)
+            run = jax.jit(self._forward(count), donate_argnums=(1, 2))
+            return run.lower(self._params, self._pools, table, ids, packed)
+        state = self._placed(jax.eval_shape(lambda: empty_state(slots)))
+        if kind == "sample":
+            logits = self._spec((count, self._config.vocab_size), jnp.float32)
+            rows = self._spec((count,), jnp.int32)
+            return jax.jit(_sample, donate_argnums=1).lower(state, ids, logits, rows, rows)
+        rows = self._placed(jax.eval_shape(lambda: empty_state(count)))
+        return jax.jit(_admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
+
+    def _forward(self, size: int) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
+        graph, config, block_size = self._graph, self._config, self._shape.block_size
+
+        def forward(
+            params: Params,
+            pools: Pools,
+            block_table: jax.Array,  # [slots + 1, width]
+            last_id: jax.Array,  # [slots + 1]
+            packed: jax.Array,
+        ) -> tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]:
+            rows = unpack_step(packed, size)
+            null_slot, width = block_table.shape[0] - 1, block_table.shape[1]
+            column = jnp.where(rows.new_block >= 0, rows.position // block_size, width)
+            block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
+            ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
+            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size)
+            row = jnp.minimum(rows.sample_row, size - 1)
+            logits, pools = nnx.merge(graph, params)(ids, row, pools, meta)
+            real = rows.sample_row < size
+            sample_slot = jnp.where(real, rows.slot[row], null_slot)
+            return logits, pools, block_table, sample_slot, rows.position[row] + 1
+
+        return forward
+
+    def _spec(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self._sharding)
+
+    def _placed(self, tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: self._spec(leaf.shape, leaf.dtype), tree)
+
+
+def _sample(
+    state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Ids [B], and the slots' last ids with them written."""
+    rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
+    ids = sample(logits, rows, position)
+    return ids, last_id.at[slot].set(jnp.maximum(ids, 0))
+
+
+def _admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> SamplingState:
+    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), state, rows)

@@ -1,0 +1,80 @@
+"""The host side of one step: every array that the device needs, padded to the step's size.
+
+All of it is one int32 buffer, so that a step costs one transfer. On CPU the device reads the very memory of the numpy
+array, so each step gets a fresh buffer that is frozen once it is filled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxpaged.scheduling.scheduler import SchedulerOutput
+
+IN_FLIGHT = -1  # token id that is not known on the host: the device takes the slot's last id
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What a step's buffer holds; padding rows have the null slot and position 0.
+
+    Attributes:
+        slot: [T] slot of each token.
+        position: [T] place of the token in its sequence.
+        token_id: [T] id, or IN_FLIGHT.
+        new_block: [T] block that begins with this token, or -1 where the token begins none.
+        sample_row: [B] rows to sample after; T in padding.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    token_id: jax.Array
+    new_block: jax.Array
+    sample_row: jax.Array
+
+
+def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: int, block_size: int) -> np.ndarray:
+    """Pad a step to `size` token rows and `num_samples` sampled rows.
+
+    Returns:
+        int32 [4 * size + num_samples], read-only; see `StepRows` for the parts, in that order.
+    """
+    assert step.num_tokens <= size, f"{step.num_tokens} tokens do not fit a step of {size}"
+    buffer = np.empty(4 * size + num_samples, np.int32)
+    slot, position, token_id, new_block = buffer[: 4 * size].reshape(4, size)
+    slot[:] = null_slot
+    position[:] = 0
+    token_id[:] = 0
+    new_block[:] = -1
+    sample_row: list[int] = []
+    row = 0
+    for piece in step.pieces:
+        end = row + piece.num_tokens
+        slot[row:end] = piece.slot
+        if piece.num_tokens == 1:
+            position[row] = piece.start
+        else:
+            position[row:end] = np.arange(piece.start, piece.start + piece.num_tokens)
+        known = len(piece.token_ids)
+        token_id[row : row + known] = piece.token_ids
+        token_id[row + known : end] = IN_FLIGHT
+        for index, block in enumerate(piece.blocks):
+            new_block[row + (-piece.start) % block_size + index * block_size] = block
+        if piece.samples:
+            sample_row.append(end - 1)
+        row = end
+    buffer[4 * size :] = _padded(sample_row, num_samples, size)
+    buffer.flags.writeable = False
+    return buffer
+
+
+def unpack_step(buffer: jax.Array, size: int) -> StepRows:
+    """The parts of a buffer from `pad_step`, on the device."""
+    slot, position, token_id, new_block = buffer[: 4 * size].reshape(4, size)
+    return StepRows(slot, position, token_id, new_block, buffer[4 * size :])
+
+
+def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
+    assert len(values) <= length, f"{len(values)} sampled rows do not fit {length}"
+    return [*values, *[filler] * (length - len(values))]
