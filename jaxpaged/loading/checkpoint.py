@@ -1,0 +1,60 @@
+"""One view of all checkpoint formats: a config and named tensors, as Hugging Face spells them."""
+
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
+from jaxpaged.loading.hf_checkpoint import HfCheckpoint
+
+_LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
+
+
+class Checkpoint(Protocol):
+    """What a model is loaded from. `read` may be called from several threads."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    def names(self) -> set[str]:
+        """All tensor names."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, as stored; CheckpointError if its dtype is not supported."""
+
+    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """A tensor's values, written into `out` (same shape, any float dtype and strides) if given."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a .gguf file or a directory in Hugging Face layout; reads headers, no weights.
+
+    Raises:
+        CheckpointError: missing or damaged files.
+        UnsupportedModelError: a GGUF architecture or tensor type that is not supported.
+    """
+    checkpoint: Checkpoint
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if ggufs and not (path / "config.json").exists():
+            raise CheckpointError(f"{path} has no config.json but holds GGUF files; name the one to load: {ggufs[0]}")
+        checkpoint = HfCheckpoint(path)
+    elif path.suffix == ".gguf":
+        checkpoint = GgufCheckpoint(path)
+    else:
+        raise CheckpointError(f"{path} is neither a directory nor a .gguf file")
+    _check_layers(checkpoint)
+    return checkpoint
+
+
+def _check_layers(checkpoint: Checkpoint) -> None:
+    """Compare the config's layer count with the tensors before anybody builds that many layers."""
+    claimed = checkpoint.config.get("num_hidden_layers")
+    present = len({match[1] for match in map(_LAYER.search, checkpoint.names()) if match})
+    if isinstance(claimed, int) and claimed > present:
+        raise CheckpointError(f"{checkpoint.path}: the config says {claimed} layers, the weights hold {present}; "
+                              "the two do not belong together or files are missing")

@@ -1,0 +1,255 @@
+"""Reading a GGUF file: a checked header, and memory-mapped tensors dequantised in pieces.
+
+Layout, little-endian: magic, version, two counts, key/value pairs, tensor infos, padding, tensor data. No number in the
+header is trusted: each is checked against the bytes that are really there before anything of that size is made.
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxpaged.errors import CheckpointError, UnsupportedModelError
+
+# GGML type number -> name, elements in a block, bytes of a block. Q5_0 and Q5_1 are in the list because quantisers put
+# them where a row is not a multiple of the 256 that Q4_K and Q5_K need.
+_TENSOR_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+}
+# GGUF value type number -> struct code.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+# Real headers are tens of MB at most; their arrays (tokens, scores, types, merges) hold two million items or so.
+_MAX_HEADER_BYTES = 1 << 28
+_MAX_ENTRIES = 1 << 16
+_MAX_ARRAY_ITEMS = 1 << 22
+_MAX_DIMS = 4
+# Elements dequantised at a time: temporaries stay in the cache (measured best on two threads).
+_PIECE = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies: `shape` slowest axis first (as in numpy), `offset` in bytes from the start of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    nbytes: int
+
+    @property
+    def type_name(self) -> str:
+        """The storage type as the format spells it, such as Q4_1."""
+        return _TENSOR_TYPES[self.type][0]
+
+
+class GgufFile:
+    """An open GGUF file. The mapping is released with the object.
+
+    Attributes:
+        path: the file.
+        metadata: key -> int, float, bool, str, or a list of one of these.
+        tensors: name -> where it lies.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, or lies about itself.
+        UnsupportedModelError: a tensor is stored in a type that cannot be dequantised here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise CheckpointError(f"{path} is empty; download or convert it again") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        header = _Header(path, self._map)
+        self.metadata, self.tensors = header.read()
+
+    def read(self, name: str, out: np.ndarray) -> None:
+        """Dequantise a tensor into `out`, a few rows at a time.
+
+        Args:
+            out: float array of any strides whose elements, in C order of its axes, are the tensor's in file order.
+        """
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        _, block, size = _TENSOR_TYPES[tensor.type]
+        kind = GGMLQuantizationType(tensor.type)
+        assert out.size == math.prod(tensor.shape), (name, out.shape, tensor.shape)
+        if out.ndim == 1:
+            out = out[np.newaxis]
+        data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        row = math.prod(out.shape[1:])
+        step = max(1, _PIECE // row) if row % block == 0 else len(out)
+        # Damaged scales may be infinite: such weights are the sampler's to report, not a warning's.
+        with np.errstate(all="ignore"):
+            for start in range(0, len(out), step):
+                piece = out[start:start + step]
+                first, last = (rows * row // block * size for rows in (start, start + len(piece)))
+                # As one flat row: the package then makes one pass instead of one per 16 rows.
+                piece[...] = dequantize(data[first:last].reshape(1, -1), kind).reshape(piece.shape)
+
+
+class _Header:
+    """A cursor over the header."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._at = 0
+        self._end = min(len(data), _MAX_HEADER_BYTES)
+        self._items_left = _MAX_ARRAY_ITEMS
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        """Return the metadata and the tensors."""
+        if len(self._data) < 24 or self._data[:4] != b"GGUF":
+            self._fail("is not a GGUF file")
+        self._at = 4
+        version = self._scalar("I")
+        if version and not version & 0xFFFF:
+            self._fail("is a big-endian GGUF; convert it to little-endian")
+        if version not in (2, 3):
+            self._fail(f"has GGUF version {version}; only 2 and 3 are supported")
+        tensor_count, pair_count = self._scalar("Q"), self._scalar("Q")
+        self._check_count(pair_count, 13, _MAX_ENTRIES, "metadata entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = self._string()
+            if not key or key in metadata:
+                self._fail(f"has the metadata key {_short(key)} twice" if key else "has a metadata key without a name")
+            metadata[key] = self._value(self._scalar("I"), key)
+        self._check_count(tensor_count, 32, _MAX_ENTRIES, "tensors")
+        return metadata, self._tensors(tensor_count, metadata)
+
+    def _tensors(self, count: int, metadata: dict[str, Any]) -> dict[str, GgufTensor]:
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            self._fail("has a general.alignment that is not a power of two")
+        relative: dict[str, GgufTensor] = {}
+        for _ in range(count):
+            tensor = self._tensor_info(alignment)
+            if tensor.name in relative:
+                self._fail(f"has the tensor {_short(tensor.name)} twice")
+            relative[tensor.name] = tensor
+        start = -(-self._at // alignment) * alignment
+        tensors = {name: GgufTensor(name, item.shape, item.type, start + item.offset, item.nbytes)
+                   for name, item in relative.items()}
+        end, before = start, ""
+        for tensor in sorted(tensors.values(), key=lambda item: item.offset):
+            if tensor.offset < end:
+                self._fail(f"has the tensors {_short(before)} and {_short(tensor.name)} overlapping")
+            end, before = tensor.offset + tensor.nbytes, tensor.name
+            if end > len(self._data):
+                self._fail(f"is truncated: tensor {_short(before)} ends at byte {end} of {len(self._data)}; "
+                           "download it again")
+        return tensors
+
+    def _tensor_info(self, alignment: int) -> GgufTensor:
+        name = self._string()
+        if not name:
+            self._fail("has a tensor without a name")
+        dims = self._scalar("I")
+        if not 1 <= dims <= _MAX_DIMS:
+            self._fail(f"says that tensor {_short(name)} has {dims} dimensions; 1 to {_MAX_DIMS} are possible")
+        shape = tuple(self._scalar("Q") for _ in range(dims))[::-1]
+        kind, offset = self._scalar("I"), self._scalar("Q")
+        if kind not in _TENSOR_TYPES:
+            raise UnsupportedModelError(
+                f"{self._path}: tensor {_short(name)} is stored as {_type_name(kind)}, which is not supported; "
+                f"supported are {', '.join(item[0] for item in _TENSOR_TYPES.values())}")
+        type_name, block, size = _TENSOR_TYPES[kind]
+        if 0 in shape or shape[-1] % block:
+            self._fail(f"gives tensor {_short(name)} the shape {shape}, impossible for {type_name}")
+        if offset % alignment:
+            self._fail(f"puts tensor {_short(name)} at offset {offset}, not a multiple of {alignment}")
+        return GgufTensor(name, shape, kind, offset, math.prod(shape) // block * size)
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            self._fail(f"has metadata {_short(key)} of the unknown type {kind}")
+        item, count = self._scalar("I"), self._scalar("Q")
+        if item != _STRING and item not in _SCALARS:
+            self._fail(f"has metadata {_short(key)}, a list of the unknown or nested type {item}")
+        code = _SCALARS.get(item, "Q")
+        size = struct.calcsize(f"<{code}")
+        self._check_count(count, size, self._items_left, f"items in {_short(key)}")
+        self._items_left -= count
+        if item == _STRING:
+            return self._strings(count)
+        return list(struct.unpack_from(f"<{count}{code}", self._data, self._take(count * size)))
+
+    def _scalar(self, code: str) -> Any:
+        code = f"<{code}"
+        return struct.unpack_from(code, self._data, self._take(struct.calcsize(code)))[0]
+
+    def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        # Tokenizers bring a hundred thousand strings: hence the local names and the check written out.
+        data, at, end, length_at = self._data, self._at, self._end, struct.Struct("<Q").unpack_from
+        strings = []
+        try:
+            for _ in range(count):
+                start = at + 8
+                at = start + length_at(data, at)[0]
+                if at > end:
+                    self._fail_short()
+                strings.append(data[start:at].decode())
+        except struct.error:
+            self._fail_short()
+        except UnicodeDecodeError:
+            self._fail(f"has a string that is not UTF-8 before byte {at}")
+        self._at = at
+        return strings
+
+    def _take(self, size: int) -> int:
+        start = self._at
+        if size > self._end - start:
+            self._fail_short()
+        self._at = start + size
+        return start
+
+    def _check_count(self, count: int, least_size: int, most: int, what: str) -> None:
+        if count * least_size > self._end - self._at:
+            self._fail(f"claims {count} {what}, more than it has room for; download or convert it again")
+        if count > most:
+            self._fail(f"has {count} {what}; at most {most} are supported")
+
+    def _fail_short(self) -> NoReturn:
+        if self._end < len(self._data):
+            self._fail(f"has a header of more than {self._end} bytes")
+        self._fail("ends inside its header, or a length in the header is wrong; download or convert it again")
+
+    def _fail(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} {what}")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 64 and name.isprintable() else f"{name[:64]!r}"
+
+
+def _type_name(kind: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    try:
+        return f"{GGMLQuantizationType(kind).name} (type {kind})"
+    except ValueError:
+        return f"the unknown type {kind}"

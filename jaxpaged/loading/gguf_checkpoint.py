@@ -1,0 +1,227 @@
+"""A GGUF file as a checkpoint in Hugging Face terms: config keys, tensor names, row order."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.gguf import GgufFile
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What differs between GGUF architectures.
+
+    `tensors` maps GGUF stems to Hugging Face stems; `permuted` holds the stems whose rows the converter reorders.
+    """
+
+    architecture: str
+    model_type: str
+    tensors: dict[str, str]
+    permuted: tuple[str, ...] = ()
+
+
+_FAMILIES = {
+    "llama": _Family(
+        "LlamaForCausalLM", "llama",
+        {
+            "token_embd": "model.embed_tokens",
+            "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
+            "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
+            "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
+            "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
+            "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
+            "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
+            "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
+            "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
+            "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
+            "output_norm": "model.norm",
+            "output": "lm_head",
+        },
+        permuted=("blk.{i}.attn_q", "blk.{i}.attn_k"),
+    ),
+}
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.")
+# Llama 3.1 and later: the file holds what the scaling does to each frequency, not the numbers it was made from. All
+# released models share these.
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+
+
+class GgufCheckpoint:
+    """A GGUF file read as a checkpoint.
+
+    Attributes:
+        path: the file.
+        config: the keys that config.json would have.
+        generation_config: empty; GGUF has no such file.
+
+    Raises:
+        CheckpointError: the file is damaged, or lacks what a model needs.
+        UnsupportedModelError: an architecture, or a feature of it, that is not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GgufFile(path)
+        self._metadata = self._file.metadata
+        if self._metadata.get("split.count", 1) not in (0, 1):  # joining the parts leaves 0
+            raise UnsupportedModelError(f"{path} is one part of a split GGUF; join the parts first: "
+                                        "llama-gguf-split --merge FIRST_PART OUTPUT")
+        self._name = self._metadata.get("general.architecture")
+        if not isinstance(self._name, str) or self._name not in _FAMILIES:
+            raise UnsupportedModelError(f"{path}: GGUF architecture {_brief(self._name)} is not supported; "
+                                        f"supported are {', '.join(_FAMILIES)}")
+        self._family = _FAMILIES[self._name]
+        self._sources = {self._hf_name(name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+        self.config = self._make_config()
+        self.generation_config: dict[str, Any] = {}
+
+    def names(self) -> set[str]:
+        """Tensor names in Hugging Face's spelling; one that has no such spelling keeps its own."""
+        return set(self._sources)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, [out, in] for linear layers."""
+        return self._file.tensors[self._sources[name]].shape
+
+    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """Dequantise a tensor into `out` (any float dtype and strides), or into a new float32 array."""
+        source = self._sources[name]
+        if out is None:
+            out = np.empty(self.shape(name), np.float32)
+        self._file.read(source, self._in_file_order(source, out))
+        return out
+
+    def _hf_name(self, name: str) -> str:
+        stem, _, kind = name.rpartition(".")
+        layer = _LAYER.match(stem)
+        if layer:
+            stem = _generic(stem)
+        mapped = self._family.tensors.get(stem)
+        if mapped is None:
+            return name
+        return f"{mapped.replace('{i}', layer[1]) if layer else mapped}.{kind}"
+
+    def _in_file_order(self, name: str, out: np.ndarray) -> np.ndarray:
+        """A view of `out` that runs through it in the file's order.
+
+        Rotary pairs are (j, j + H/2) in Hugging Face's layout and neighbours in GGUF's.
+        """
+        stem = _generic(name.rpartition(".")[0])
+        if stem not in self._family.permuted:
+            return out
+        heads = self.config["num_attention_heads" if stem.endswith("_q") else "num_key_value_heads"]
+        if out.shape[0] % (2 * heads):
+            raise CheckpointError(f"{self.path}: {name} has {out.shape[0]} rows, not a whole number of {heads} heads")
+        view = out.reshape(heads, 2, -1, *out.shape[1:]).swapaxes(1, 2)
+        assert np.may_share_memory(view, out), (name, out.strides)
+        return view
+
+    def _make_config(self) -> dict[str, Any]:
+        embedding = self._file.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise CheckpointError(f"{self.path} has no tensor token_embd.weight")
+        heads, width = self._count("attention.head_count"), self._count("embedding_length")
+        head_dim = self._count("attention.key_length", width // heads)
+        if self._count("attention.value_length", head_dim) != head_dim:
+            raise UnsupportedModelError(f"{self.path}: keys and values of different length are not supported")
+        if self._count("rope.dimension_count", head_dim) != head_dim:
+            raise UnsupportedModelError(f"{self.path}: rotary embedding of a part of each head is not supported")
+        if self._metadata.get(f"{self._name}.expert_count"):
+            raise UnsupportedModelError(f"{self.path}: mixture-of-experts GGUF files are not supported")
+        config: dict[str, Any] = {
+            "architectures": [self._family.architecture],
+            "model_type": self._family.model_type,
+            "hidden_size": width,
+            "num_hidden_layers": self._count("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._count("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "intermediate_size": self._count("feed_forward_length"),
+            "vocab_size": embedding.shape[0],
+            "max_position_embeddings": self._count("context_length"),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", 1e-5),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "rope_scaling": None,
+            "hidden_act": "silu",
+            "attention_bias": self._has("attn_q.bias"),
+            "mlp_bias": self._has("ffn_gate.bias"),
+            "tie_word_embeddings": "output.weight" not in self._file.tensors,
+            "dtype": self._dtype(),
+            "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._end_ids(),
+        }
+        config["rope_scaling"] = self._rope_scaling(config["rope_theta"], head_dim)
+        return config
+
+    def _rope_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
+        if _ROPE_FACTORS in self._file.tensors:
+            return self._llama3_scaling(theta, head_dim)
+        # A factor without a type means linear, as in llama.cpp.
+        kind = self._metadata.get(f"{self._name}.rope.scaling.type", "linear")
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0))
+        if kind == "none" or factor == 1:
+            return None
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind != "linear":
+            scaling["original_max_position_embeddings"] = self._count("rope.scaling.original_context_length")
+        return scaling
+
+    def _llama3_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
+        if self._file.tensors[_ROPE_FACTORS].shape != (head_dim // 2,):
+            raise CheckpointError(f"{self.path}: {_ROPE_FACTORS} must have {head_dim // 2} elements")
+        found = np.empty(head_dim // 2, np.float32)
+        self._file.read(_ROPE_FACTORS, found)
+        factor = float(found.max())
+        with np.errstate(all="ignore"):  # damaged numbers end as "not close"
+            wave = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+            smooth = np.clip((_LLAMA3_CONTEXT / wave - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0, 1)
+            known = np.allclose(1 / found, (1 - smooth) / factor + smooth, rtol=1e-4)
+        if not known:
+            raise UnsupportedModelError(f"{self.path}: {_ROPE_FACTORS} is not the scaling of Llama 3.1 and later; "
+                                        "other rotary factors are not supported")
+        if factor == 1:
+            return None
+        return {"rope_type": "llama3", "factor": factor, "low_freq_factor": _LLAMA3_LOW,
+                "high_freq_factor": _LLAMA3_HIGH, "original_max_position_embeddings": _LLAMA3_CONTEXT}
+
+    def _dtype(self) -> str:
+        """The dtype that most weights are stored in; bfloat16, which cannot overflow, where they are quantised."""
+        sizes: dict[str, int] = {}
+        for tensor in self._file.tensors.values():
+            sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.nbytes
+        return {"F32": "float32", "F16": "float16"}.get(max(sizes, key=lambda kind: sizes[kind]), "bfloat16")
+
+    def _end_ids(self) -> list[int]:
+        found = (self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        return sorted({item for item in found if isinstance(item, int)})
+
+    def _has(self, suffix: str) -> bool:
+        return any(name.endswith(f".{suffix}") for name in self._file.tensors)
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self._metadata.get(f"{self._name}.{key}", default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.path}: metadata {self._name}.{key} must be a positive integer, "
+                                  f"not {_brief(value)}")
+        return value
+
+    def _number(self, key: str, default: float) -> float:
+        value = self._metadata.get(f"{self._name}.{key}", default)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise CheckpointError(f"{self.path}: metadata {self._name}.{key} must be a positive number, "
+                                  f"not {_brief(value)}")
+        return float(value)
+
+
+def _generic(stem: str) -> str:
+    return _LAYER.sub("blk.{i}.", stem, count=1)
+
+
+def _brief(value: object) -> str:
+    return "missing" if value is None else "a list" if isinstance(value, list) else repr(value)[:64]
