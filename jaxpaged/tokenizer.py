@@ -1,0 +1,408 @@
+"""Text to token ids and back, for a Hugging Face directory or a GGUF file. Nothing here needs JAX or PyTorch."""
+
+import inspect
+import json
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from jaxpaged.errors import CheckpointError, ConfigError, RequestError
+
+# Characters that stand for special-token text of a message while a template is rendered: private use, plane 16.
+_STAND_INS = range(0x100000, 0x10FFFE)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRule:
+    """How the tokens' own bytes make up text, for the two decoders that nearly all language models have.
+
+    Attributes:
+        byte_level: tokens are spelled in GPT-2's byte alphabet; otherwise they are text with `▁` for a space, and
+            tokens like `<0xE4>` for single bytes.
+        strip: number of spaces removed at the very start of a text.
+    """
+
+    byte_level: bool
+    strip: int = 0
+
+
+class Tokenizer:
+    """A tokenizer and its chat template. All methods may be called from several threads at once.
+
+    Attributes:
+        hf: the transformers object, for users; changing it is not safe while requests run.
+        backend: the `tokenizers` object inside.
+        vocab_size: number of ids, added tokens included; the model's own vocabulary may be padded beyond it.
+        eos_token_ids: ids that end a text, as far as the tokenizer's files name them.
+        byte_rule: how tokens become bytes, None for a decoder of another kind.
+        max_token_chars: no token stands for more characters of text than this, None where there is no such bound.
+    """
+
+    def __init__(self, hf: Any, eos_token_ids: Iterable[int] = ()) -> None:
+        self.hf = hf
+        self.backend: Backend = hf.backend_tokenizer
+        # Some tokenizer.json files carry the settings of their training, which would shorten a prompt silently.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocab_size = len(hf)
+        ends = {*eos_token_ids, hf.eos_token_id}
+        self.eos_token_ids = frozenset(number for number in ends if number is not None)
+        added = self.backend.get_added_tokens_decoder()
+        self._added = {token.content: token for token in added.values()}
+        self._special = {number: token.content for number, token in added.items() if token.special}
+        self.byte_rule = _byte_rule(self.backend)
+        self.max_token_chars = _max_token_chars(self.backend, self.byte_rule, added.values())
+        self._bytes: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._adds_bos = self._find_adds_bos()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into ids. Special tokens written in the text become their ids.
+
+        Args:
+            text: any text; a beginning token that it starts with is not added a second time.
+            add_special_tokens: add what the tokenizer adds, such as a beginning token.
+
+        Raises:
+            RequestError: the text has unpaired surrogates, which no UTF-8 text has.
+        """
+        ids = self._encode(self.backend, text, add_special_tokens)
+        if add_special_tokens and self._adds_bos and ids[1:2] == [self.hf.bos_token_id]:
+            del ids[0]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Turn ids into text in one go; ids without a token count as nothing."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether this is a special token, which `skip_special_tokens` hides."""
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text; several tokens may share the bytes of one character.
+
+        Where `byte_rule` is None this is the UTF-8 of the token decoded alone.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._token_bytes(token_id)
+        return found
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
+                            continue_final_message: bool = False,
+                            chat_template_kwargs: dict[str, Any] | None = None) -> tuple[str, list[int]]:
+        """Apply the chat template and encode its text.
+
+        The template alone writes special tokens, the beginning token included: the text of one inside a message (or a
+        name, a tool's result, a template argument) is encoded as ordinary text. The template runs in transformers'
+        immutable sandbox.
+
+        Args:
+            messages: normalised messages.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: leave the last message open, so that the model goes on with it.
+            chat_template_kwargs: further variables of the template.
+
+        Returns:
+            The text of the prompt and its ids.
+
+        Raises:
+            RequestError: no template, one that refuses these messages, or bad arguments.
+        """
+        if not self.hf.chat_template:
+            raise RequestError("the model has no chat template; use completions, or start with --chat-template",
+                               param="messages")
+        if add_generation_prompt and continue_final_message:
+            raise RequestError("continue_final_message needs add_generation_prompt to be false",
+                               param="continue_final_message")
+        variables = self._check_template_kwargs(chat_template_kwargs)
+        guard = _StandIns(self._special_pattern, (messages, variables))
+        text = self._render(guard.hide(messages), add_generation_prompt=add_generation_prompt,
+                            continue_final_message=continue_final_message, **guard.hide(variables))
+        if not guard.used:
+            return text, self._encode(self.backend, text, False, "messages")
+        return guard.restore(text), self._encode_guarded(text, guard)
+
+    def _render(self, messages: list[dict[str, Any]], **more: Any) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text = self.hf.apply_chat_template(messages, tokenize=False, **more)
+        except TemplateError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Templates are code: what they trip over is the messages' fault or theirs, never the server's.
+            raise RequestError(f"the chat template cannot render these messages ({type(error).__name__})",
+                               param="messages") from error
+        assert isinstance(text, str)
+        return text
+
+    def _check_template_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any]:
+        if given is None:
+            return {}
+        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+        for name in given:
+            if name in self._reserved:
+                raise RequestError(f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
+        return given
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        return frozenset({*inspect.signature(self.hf.apply_chat_template).parameters, *self.hf.special_tokens_map,
+                          "messages", "self"})
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return _any_of(self._special.values())
+
+    @cached_property
+    def _literal(self) -> tuple[Backend, dict[str, str], dict[int, int]]:
+        """A copy that reads special-token text as ordinary text and knows each special token by an unguessable alias.
+
+        The aliases are added tokens with the same flags: text around them is cut and prefixed as around the originals.
+        Made at the first need: few chats contain special-token text, and a copy takes time and memory.
+
+        Returns:
+            The copy, special-token text -> alias, and alias id -> special id.
+        """
+        backend = deepcopy(self.backend)
+        backend.encode_special_tokens = True
+        nonce = secrets.token_hex(16)
+        aliases = {text: f"<{nonce}:{number}>" for number, text in self._special.items()}
+        backend.add_tokens([
+            AddedToken(alias, lstrip=self._added[text].lstrip, rstrip=self._added[text].rstrip,
+                       single_word=self._added[text].single_word, normalized=False, special=False)
+            for text, alias in aliases.items()])
+        numbers = backend.get_vocab()
+        return backend, aliases, {numbers[aliases[text]]: number for number, text in self._special.items()}
+
+    def _encode_guarded(self, text: str, guard: "_StandIns") -> list[int]:
+        with self._lock:
+            backend, aliases, originals = self._literal
+        # Other added tokens take part in the search, since the leftmost of all wins, and stay as they are.
+        marked = _any_of(self._added).sub(lambda found: aliases.get(found[0], found[0]), text)
+        ids = self._encode(backend, guard.restore(marked), False, "messages")
+        return [originals.get(number, number) for number in ids]
+
+    def _encode(self, backend: Backend, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+        try:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            if not isinstance(text, str):
+                raise
+            raise RequestError("the text has unpaired surrogates, which UTF-8 cannot hold", param=param) from None
+
+    def _find_adds_bos(self) -> bool:
+        """Whether encoding begins with a token that the text did not bring."""
+        with_special, without = (self.backend.encode("a", add_special_tokens=value).ids for value in (True, False))
+        return with_special[:1] == [self.hf.bos_token_id] and without[:1] != with_special[:1]
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        if self.byte_rule is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.byte_rule.byte_level:
+            try:
+                return bytes(_BYTE_OF[char] for char in token)
+            except KeyError:
+                return token.encode()
+        single = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+        return bytes.fromhex(single[1]) if single else token.replace("▁", " ").encode()
+
+
+class _StandIns:
+    """Special-token text of one request's messages, each replaced by one character that occurs nowhere in them.
+
+    One character, so that a template that cuts or compares strings cannot take it apart.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], given: Any) -> None:
+        self._pattern = pattern
+        self._of: dict[str, str] = {}
+        texts = list(_strings_in(given))
+        found = {match for text in texts for match in pattern.findall(text)}
+        if found:
+            taken = {char for text in texts for char in text if ord(char) in _STAND_INS}
+            free = (chr(number) for number in _STAND_INS if chr(number) not in taken)
+            self._of = dict(zip(sorted(found), free, strict=False))
+            if len(self._of) < len(found):
+                raise RequestError("the messages use too many private-use characters", param="messages")
+
+    @property
+    def used(self) -> bool:
+        """Whether anything had to be replaced."""
+        return bool(self._of)
+
+    def hide(self, value: Any) -> Any:
+        """Replace special-token text in every string of a JSON-like value, keys included."""
+        if not self._of:
+            return value
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: self._of[found[0]], value)
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.hide(item) for item in value]
+        return value
+
+    def restore(self, text: str) -> str:
+        """Put the replaced text back."""
+        return text.translate({ord(char): original for original, char in self._of.items()})
+
+
+def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:
+    """Read a tokenizer.
+
+    Args:
+        path: a directory in Hugging Face layout, or a .gguf file.
+        chat_template: a file with a template, or a template itself, in place of the model's.
+
+    Raises:
+        CheckpointError: no readable tokenizer there.
+        ConfigError: `chat_template` is neither a file nor a template.
+    """
+    template = None if chat_template is None else _read_template(chat_template)
+    if path.suffix == ".gguf":
+        tokenizer = _load_gguf(path)
+    elif path.is_dir():
+        tokenizer = _load_directory(path)
+    else:
+        raise CheckpointError(f"no tokenizer at {path}: neither a directory nor a .gguf file")
+    if template is not None:
+        tokenizer.hf.chat_template = template
+    return tokenizer
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    from jaxpaged.gguf_tokenizer import read_gguf_tokenizer
+    from jaxpaged.loading.gguf import GgufFile
+
+    found = read_gguf_tokenizer(GgufFile(path).metadata, path)
+    with _QuietImport():
+        from transformers import PreTrainedTokenizerFast
+    hf = PreTrainedTokenizerFast(tokenizer_object=found.backend, chat_template=found.chat_template,
+                                 clean_up_tokenization_spaces=False, **found.special_tokens)
+    return Tokenizer(hf, found.end_ids)
+
+
+def _load_directory(path: Path) -> Tokenizer:
+    with _QuietImport():
+        from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # of many kinds, the libraries' own among them
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"cannot read a tokenizer from {path}: {reason}") from error
+    if not getattr(hf, "is_fast", False):
+        raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json; save one with transformers")
+    return Tokenizer(hf)
+
+
+def _read_template(given: str) -> str:
+    if "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError("chat_template is neither a readable file nor a template") from error
+
+
+class _QuietImport:
+    """Keeps transformers from advising at its import to install PyTorch, which is not wanted here."""
+
+    def __enter__(self) -> None:
+        logging.getLogger("transformers").addFilter(_drop_advice)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("transformers").removeFilter(_drop_advice)
+
+
+def _drop_advice(record: logging.LogRecord) -> bool:
+    return "PyTorch" not in record.getMessage()
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds the leftmost and there the longest of the texts, as the tokenizer does."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings_in(key)
+            yield from _strings_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings_in(item)
+
+
+def _byte_rule(backend: Backend) -> ByteRule | None:
+    """Recognise the two decoders whose every step is known; anything else is left to the library."""
+    steps = _steps(backend.decoder, "decoders")
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return ByteRule(byte_level=True)
+    if steps[:3] != [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+                     {"type": "Fuse"}]:
+        return None
+    if len(steps) == 3:
+        return ByteRule(byte_level=False)
+    last = steps[3]
+    if len(steps) == 4 and last["type"] == "Strip" and last["content"] == " " and last["stop"] == 0:
+        return ByteRule(byte_level=False, strip=last["start"])
+    return None
+
+
+def _max_token_chars(backend: Backend, rule: ByteRule | None, added: Iterable[AddedToken]) -> int | None:
+    """Longest text of one token in characters, where no step of the tokenizer drops or folds text without bound."""
+    if rule is None or any(token.lstrip or token.rstrip for token in added):
+        return None
+    if not rule.byte_level and not getattr(backend.model, "byte_fallback", False):
+        return None  # any run of unknown characters may become one token
+    fold = 1
+    for step in _steps(backend.normalizer, "normalizers"):
+        kind = step["type"]
+        if kind == "NFC":
+            fold = 4  # one character is composed of at most so many
+        elif kind != "Prepend" and not (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"]):
+            return None
+    for step in _steps(backend.pre_tokenizer, "pretokenizers"):
+        if step["type"] not in ("ByteLevel", "Digits", "Metaspace", "Split") or step.get("behavior") == "Removed":
+            return None
+    return fold * max(map(len, backend.get_vocab()))
+
+
+def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
+    """The steps of a normaliser, pre-tokenizer or decoder, as the library writes them to JSON."""
+    if component is None:
+        return []
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    return list(state[inner]) if state["type"] == "Sequence" else [state]
+
+
+def _gpt2_alphabet() -> dict[str, int]:
+    """Characters that stand for bytes in byte-level vocabularies: printable ones for themselves, others from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _gpt2_alphabet()
