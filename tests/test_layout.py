@@ -1,4 +1,4 @@
-"""The map in pyproject.toml and the links in the tree must name the same packages, and builds must not need the links."""
+"""The map in pyproject.toml and the links in the tree name the same packages, and builds need no links."""
 
 import subprocess
 import sys
