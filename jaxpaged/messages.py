@@ -67,6 +67,7 @@ class TokenDelta:
 class EngineStats:
     """State of the engine after a step; counters are totals since its start.
 
+    `kv_slots_held_sum` and `kv_slots_empty_sum` add up the two gauges over all steps, for a mean over a run.
     `step_seconds` holds (kind, seconds) of the steps since the last message, kind being "decode", "prefill" or "mixed";
     `step_tokens` the number of real tokens in each.
     """
@@ -77,6 +78,8 @@ class EngineStats:
     blocks_total: int = 0
     kv_slots_held: int = 0
     kv_slots_empty: int = 0
+    kv_slots_held_sum: int = 0
+    kv_slots_empty_sum: int = 0
     num_preemptions: int = 0
     padding_tokens: int = 0
     compilations: int = 0

@@ -1,6 +1,7 @@
 """The model's shape, frozen, as its definition needs it; made from the checkpoint's config.json."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,7 @@ class ModelConfig:
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"
+
+    def replace(self, **changes: Any) -> "ModelConfig":
+        """A copy with some fields changed."""
+        return replace(self, **changes)

@@ -1,6 +1,5 @@
 """Runs scheduled steps on the device; owns the weights, the pools and the slots' state there."""
 
-import secrets
 from dataclasses import dataclass
 
 import jax
@@ -37,7 +36,6 @@ class ModelRunner:
     Args:
         programs: the compiled set.
         params: the weights on the device.
-        engine_seed: makes requests without a seed repeatable; None draws from the operating system.
     """
 
     def __init__(
@@ -48,13 +46,10 @@ class ModelRunner:
         shape: StepShape,
         *,
         device: jax.Device,
-        engine_seed: int | None,
     ) -> None:
         self._programs = programs
         self._params = params
         self._shape = shape
-        self._engine_seed = engine_seed
-        self._num_seeded = 0
         slots = shape.max_num_seqs + 1
         self._pools = cache.allocate(shape.num_blocks, device)
         self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=device)
@@ -90,15 +85,7 @@ class ModelRunner:
 
     def _admit(self, requests: list[tuple[EngineRequest, int]]) -> None:
         size = next(size for size in ADMIT_SIZES if size >= len(requests))
-        rows = state_of([(request, self._seed(request)) for request, _ in requests], size)
+        rows = state_of([request for request, _ in requests], size)
         slots = np.full(size, self._shape.max_num_seqs, np.int32)
         slots[: len(requests)] = [slot for _, slot in requests]
         self._sampling = self._programs.get(("admit", size))(self._sampling, rows, slots)
-
-    def _seed(self, request: EngineRequest) -> int:
-        if request.seed is not None:
-            return request.seed
-        if self._engine_seed is None:
-            return secrets.randbits(64)
-        self._num_seeded += 1
-        return hash((self._engine_seed, self._num_seeded)) & (2**64 - 1)

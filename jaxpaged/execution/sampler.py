@@ -50,11 +50,12 @@ def empty_state(rows: int) -> SamplingState:
     )
 
 
-def state_of(requests: list[tuple[EngineRequest, int]], rows: int) -> SamplingState:
-    """Host arrays of these requests and their seeds, padded to `rows`."""
+def state_of(requests: list[EngineRequest], rows: int) -> SamplingState:
+    """Host arrays of these requests, whose seeds are resolved, padded to `rows`."""
     state = empty_state(rows)
-    for row, (request, seed) in enumerate(requests):
-        params = request.params
+    for row, request in enumerate(requests):
+        params, seed = request.params, request.seed
+        assert seed is not None, f"request {request.request_id} has no seed"
         state.temperature[row] = 0.0 if params.greedy else params.temperature  # type: ignore[index]
         state.top_k[row] = max(params.top_k, 0) if params.top_k < 2**31 else 0  # type: ignore[index]
         state.top_p[row] = params.top_p  # type: ignore[index]

@@ -168,6 +168,9 @@ class Scheduler:
         live = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         return [self._finish(request, RequestStatus.FINISHED_ABORTED) for request in live]
 
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def live_ids(self) -> list[str]:
         return list(self._requests)
 

@@ -1,0 +1,155 @@
+"""The loop's one step: schedule, dispatch, take in what the step before has sampled."""
+
+import dataclasses
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ContextLengthError, RequestError
+from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
+from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, TokenDelta
+from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.startup import InMemoryModel, prepare
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+class Engine:
+    """One model on one device, serving many requests at once. Not thread-safe: one thread owns it.
+
+    Args:
+        config: what to load and how to run it.
+        report: called with each line that the user should see at start.
+        model: a model already in memory, in place of `config.model`.
+
+    Raises:
+        ConfigError, CheckpointError: with what to change.
+    """
+
+    def __init__(
+        self, config: EngineConfig, report: Callable[[str], None] = _silent, *, model: InMemoryModel | None = None
+    ) -> None:
+        ready = prepare(config, report, model)
+        self.info: EngineInfo = ready.info
+        self._runner: ModelRunner = ready.runner
+        self._allocator = BlockAllocator(ready.info.num_blocks)
+        self._scheduler = Scheduler(
+            self._allocator,
+            block_size=ready.info.block_size,
+            max_num_seqs=ready.info.max_num_seqs,
+            max_num_batched_tokens=ready.info.max_num_batched_tokens,
+            step_sizes=ready.shape.sizes,
+        )
+        self._seed = config.seed
+        self._num_seeded = 0
+        self._in_flight: StepInFlight | None = None
+        self._undelivered: list[TokenDelta] = []
+        self._stats = EngineStats(blocks_total=self._allocator.num_usable, compilations=self._runner.num_compiled)
+        self._busy_since: float | None = None
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: its id is live already, or it can never fit.
+        """
+        if self._scheduler.is_live(request.request_id):
+            raise RequestError("a request with this id is already running", param="request_id")
+        length = len(request.prompt_token_ids) + request.max_tokens
+        room = min(self.info.max_model_len, self._allocator.num_usable * self.info.block_size)
+        if not request.prompt_token_ids or length > room:
+            raise ContextLengthError(f"prompt and max_tokens need {length} tokens, the context holds {room}",
+                                     code="context_length_exceeded")
+        if request.seed is None:
+            request = dataclasses.replace(request, seed=self._next_seed())
+        self._scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests; the next step delivers their last delta. Unknown ids are ignored."""
+        self._undelivered += self._scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do or deliver anything."""
+        return self._scheduler.has_unfinished() or self._in_flight is not None or bool(self._undelivered)
+
+    def step(self) -> EngineOutputs:
+        """Dispatch the next step, then wait for the one before it.
+
+        Returns:
+            What the step before gave; nothing on the first call, since a step's ids arrive with the next one.
+        """
+        self._note_idle_device()
+        step = self._scheduler.schedule(time.monotonic())
+        dispatched = self._runner.dispatch(step) if step.pieces else None
+        deltas, self._undelivered = self._undelivered, []
+        if self._in_flight is not None:
+            deltas += self._collect(self._in_flight)
+        self._in_flight = dispatched
+        stats = self.stats()
+        self._stats = dataclasses.replace(self._stats, step_seconds=(), step_tokens=())
+        return EngineOutputs(tuple(deltas), stats)
+
+    def stats(self) -> EngineStats:
+        """The engine's state now."""
+        held, empty = self._scheduler.kv_slots()
+        return dataclasses.replace(
+            self._stats,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            blocks_used=self._allocator.num_used,
+            kv_slots_held=held,
+            kv_slots_empty=empty,
+            num_preemptions=self._scheduler.num_preemptions,
+            compilations=self._runner.num_compiled,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the books on blocks, slots and queues agree."""
+        self._scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        """Drop what is running and wait for the device, so that nothing uses the weights any more."""
+        self._scheduler.abort(self._scheduler.live_ids())
+        self._undelivered.clear()
+        if self._in_flight is not None:
+            self._in_flight.sampled()
+            self._in_flight = None
+
+    def _collect(self, running: StepInFlight) -> list[TokenDelta]:
+        sampled = running.sampled()
+        now = time.monotonic()
+        held, empty = self._scheduler.kv_slots()
+        began, self._busy_since = self._busy_since or now, now
+        self._stats = dataclasses.replace(
+            self._stats,
+            kv_slots_held_sum=self._stats.kv_slots_held_sum + held,
+            kv_slots_empty_sum=self._stats.kv_slots_empty_sum + empty,
+            padding_tokens=self._stats.padding_tokens + running.size - running.step.num_tokens,
+            step_seconds=((running.step.kind, now - began),),
+            step_tokens=(running.step.num_tokens,),
+        )
+        return self._scheduler.update(running.step, sampled)
+
+    def _note_idle_device(self) -> None:
+        """Count the time in which the device had nothing although there was work."""
+        now = time.monotonic()
+        if self._in_flight is None:
+            self._busy_since = now
+        elif self._in_flight.is_ready() and self._busy_since is not None:
+            # It may have been ready for part of this time only: an upper bound.
+            idle = now - self._busy_since
+            self._stats = dataclasses.replace(self._stats,
+                                              device_idle_seconds=self._stats.device_idle_seconds + idle)
+
+    def _next_seed(self) -> int:
+        """Entropy of the operating system, or a number from the engine's seed and the request's ordinal."""
+        if self._seed is None:
+            return secrets.randbits(64)
+        self._num_seeded += 1
+        digest = hashlib.blake2b(f"{self._seed} {self._num_seeded}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")

@@ -1,0 +1,36 @@
+"""Runs an engine for others: takes their messages in, sends one batch out per step."""
+
+from collections.abc import Callable, Iterable
+
+from jaxpaged.engine import Engine
+from jaxpaged.errors import RequestError
+from jaxpaged.messages import AbortRequests, EngineOutputs, EngineRequest, Shutdown, TokenDelta
+
+Message = EngineRequest | AbortRequests | Shutdown
+
+
+def run_engine_loop(
+    engine: Engine, receive: Callable[[bool], Iterable[Message]], send: Callable[[EngineOutputs], None]
+) -> None:
+    """Serve until a Shutdown message.
+
+    Args:
+        receive: returns the messages that have come; waits for one if its argument is true.
+        send: takes each step's outputs.
+    """
+    while True:
+        refused: list[TokenDelta] = []
+        for message in receive(not engine.has_work()):
+            if isinstance(message, Shutdown):
+                return
+            if isinstance(message, AbortRequests):
+                engine.abort(message.request_ids)
+                continue
+            try:
+                engine.add_request(message)
+            except RequestError as error:
+                refused.append(TokenDelta(message.request_id, (), finish_reason="error", error=str(error)))
+        outputs = engine.step() if engine.has_work() else EngineOutputs((), engine.stats())
+        if refused:
+            outputs = EngineOutputs((*refused, *outputs.deltas), outputs.stats)
+        send(outputs)
