@@ -6,7 +6,7 @@ Engine totals come from EngineStats, request figures from the side that knows wh
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import prometheus_client as prometheus
 from prometheus_client.exposition import choose_encoder
@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jaxpaged.messages import EngineInfo, EngineStats
+from jaxpaged.output_processor import ProcessedOutputs
 from jaxpaged.outputs import FinishReason, RequestMetrics
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -54,6 +55,7 @@ class Metrics:
         self._prompt_tokens = self._generation_tokens = 0
         self._last_log: tuple[float, int, int] = (time.monotonic(), 0, 0)
         self._stats = EngineStats()
+        self._live: dict[str, _Live] = {}
         lengths = tuple(_one_two_five(info.max_model_len))
 
         self._running = self._gauge("vllm:num_requests_running", "Sequences that own a slot.")
@@ -135,14 +137,63 @@ class Metrics:
         for tokens in stats.step_tokens:
             _observe(self._step_tokens, tokens)
 
-    def start_request(self, prompt_tokens: int, n: int, max_tokens: int, arrival_time: float) -> "RequestRecorder":
+    def start_request(self, request_id: str, *, prompt_tokens: int, n: int, max_tokens: int,
+                      arrival_time: float) -> None:
         """Begin the record of one request, which counts once whatever its n.
 
         Args:
             prompt_tokens: tokens of the prompt.
             arrival_time: seconds of `time.monotonic()`.
         """
-        return RequestRecorder(self, prompt_tokens, n, max_tokens, arrival_time)
+        self._live[request_id] = _Live(prompt_tokens, n, max_tokens, arrival_time)
+
+    def record_outputs(self, done: ProcessedOutputs, now: float) -> None:
+        """Count what a batch from the engine led to; `now` is seconds of `time.monotonic()`."""
+        for news in done.new_tokens:
+            live = self._live.get(news.request_id)
+            if live is not None:
+                self._record_tokens(live, news.choice, news.count, news.num_cached_tokens, now)
+        for ended in done.finished:
+            self._finish(ended.request_id, ended.finish_reason, ended.metrics, now)
+
+    def abort_request(self, request_id: str, now: float) -> None:
+        """Close the record of a request that nobody waits for any more; an unknown or finished one is ignored."""
+        self._finish(request_id, "abort", None, now)
+
+    def _record_tokens(self, live: "_Live", choice: int, count: int, cached_tokens: int, now: float) -> None:
+        if not live.generated:
+            self._prompt_tokens += live.prompt_tokens
+            self._prompt.inc(live.prompt_tokens)
+            self._cached.inc(cached_tokens)
+            if self._prefix_caching:
+                self._queries.inc(live.prompt_tokens)
+                self._hits.inc(cached_tokens)
+            _observe(self._first_token, now - live.arrival_time)
+        last = live.last_times.get(choice)
+        if last is not None:
+            for _ in range(count):
+                _observe(self._between, (now - last) / count)
+        live.last_times[choice] = now
+        live.generated += count
+        self._generation_tokens += count
+        self._generated.inc(count)
+
+    def _finish(self, request_id: str, reason: FinishReason, times: RequestMetrics | None, now: float) -> None:
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        self._success[reason].inc()
+        _observe(self._e2e, now - live.arrival_time)
+        _observe(self._prompt_length, live.prompt_tokens)
+        _observe(self._output_length, live.generated)
+        _observe(self._n, live.n)
+        _observe(self._max_tokens, live.max_tokens)
+        if times is None or times.first_scheduled_time is None:
+            return
+        _observe(self._queue, times.first_scheduled_time - times.arrival_time)
+        if times.first_token_time is not None and times.last_token_time is not None:
+            _observe(self._prefill, times.first_token_time - times.first_scheduled_time)
+            _observe(self._decode, times.last_token_time - times.first_token_time)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics as text in a format that the `Accept` header allows, and its content type."""
@@ -167,65 +218,16 @@ class Metrics:
                 f"KV blocks in use {100 * _share(stats.blocks_used, stats.blocks_total):.1f} %")
 
 
-class RequestRecorder:
-    """The record of one request, from its arrival to its end."""
+@dataclass(slots=True)
+class _Live:
+    """What is known of a request that has not ended; `last_times` is by choice."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int, n: int, max_tokens: int, arrival_time: float) -> None:
-        self._metrics = metrics
-        self._prompt_tokens, self._n, self._max_tokens = prompt_tokens, n, max_tokens
-        self._arrival_time = arrival_time
-        self._generated = 0
-        self._last_times: dict[int, float] = {}
-        self._open = True
-
-    def tokens(self, choice: int, count: int, now: float, cached_tokens: int = 0) -> None:
-        """Count `count` new tokens of one choice that came at `now`; the first ones also tell of the prompt."""
-        metrics = self._metrics
-        if count <= 0 or not self._open:
-            return
-        if not self._generated:
-            metrics._prompt_tokens += self._prompt_tokens
-            metrics._prompt.inc(self._prompt_tokens)
-            metrics._cached.inc(cached_tokens)
-            if metrics._prefix_caching:
-                metrics._queries.inc(self._prompt_tokens)
-                metrics._hits.inc(cached_tokens)
-            _observe(metrics._first_token, now - self._arrival_time)
-        last = self._last_times.get(choice)
-        if last is not None:
-            for _ in range(count):
-                _observe(metrics._between, (now - last) / count)
-        self._last_times[choice] = now
-        self._generated += count
-        metrics._generation_tokens += count
-        metrics._generated.inc(count)
-
-    def finish(self, reason: FinishReason, times: RequestMetrics | None = None, now: float | None = None) -> None:
-        """Close the record; later calls change nothing.
-
-        Args:
-            reason: why the last choice ended.
-            times: of the request, where they are known.
-            now: seconds of `time.monotonic()`, where it is not now.
-        """
-        if not self._open:
-            return
-        self._open = False
-        metrics = self._metrics
-        metrics._success[reason].inc()
-        now = time.monotonic() if now is None else now
-        _observe(metrics._e2e, now - self._arrival_time)
-        _observe(metrics._prompt_length, self._prompt_tokens)
-        _observe(metrics._output_length, self._generated)
-        _observe(metrics._n, self._n)
-        _observe(metrics._max_tokens, self._max_tokens)
-        if times is None or times.first_scheduled_time is None:
-            return
-        _observe(metrics._queue, times.first_scheduled_time - times.arrival_time)
-        if times.first_token_time is not None:
-            _observe(metrics._prefill, times.first_token_time - times.first_scheduled_time)
-            if times.last_token_time is not None:
-                _observe(metrics._decode, times.last_token_time - times.first_token_time)
+    prompt_tokens: int
+    n: int
+    max_tokens: int
+    arrival_time: float
+    generated: int = 0
+    last_times: dict[int, float] = field(default_factory=dict)
 
 
 class _OldNames(Collector):

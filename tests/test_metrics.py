@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.messages import EngineInfo, EngineStats
 from jaxpaged.metrics import Metrics
+from jaxpaged.output_processor import FinishedRequest, NewTokens, ProcessedOutputs
 from jaxpaged.outputs import RequestMetrics
 
 INFO = EngineInfo(model="m", architecture="Llama", device="cpu", dtype="float32", vocab_size=100, max_model_len=2048,
@@ -94,16 +95,17 @@ def test_counters_never_go_down_and_shares_stay_shares_whatever_the_engine_says(
 
 def test_a_request_counts_once_whatever_its_n() -> None:
     metrics = Metrics("m", INFO, prefix_caching=True)
-    record = metrics.start_request(prompt_tokens=40, n=2, max_tokens=8, arrival_time=10.0)
-    record.tokens(0, 1, 10.5, cached_tokens=32)
-    record.tokens(1, 1, 10.5, cached_tokens=32)
-    record.tokens(0, 1, 10.6)
-    record.tokens(1, 2, 10.7)
+    metrics.start_request("r", prompt_tokens=40, n=2, max_tokens=8, arrival_time=10.0)
+    for count in ((0, 1), (1, 1)):
+        metrics.record_outputs(ProcessedOutputs(new_tokens=[NewTokens("r", *count, 32)]), 10.5)
+    metrics.record_outputs(ProcessedOutputs(new_tokens=[NewTokens("r", 0, 1, 32)]), 10.6)
+    metrics.record_outputs(ProcessedOutputs(new_tokens=[NewTokens("r", 1, 2, 32)]), 10.7)
     times = RequestMetrics(arrival_time=10.0, first_scheduled_time=10.25, first_token_time=10.5, last_token_time=10.75,
                            finished_time=10.75)
-    record.finish("length", times, now=10.75)
-    record.finish("abort", times, now=99.0)  # an end comes once
-    record.tokens(0, 5, 99.0)
+    metrics.record_outputs(ProcessedOutputs(
+        finished=[FinishedRequest("r", "length", 40, 5, 32, 2, 8, times)]), 10.75)
+    metrics.abort_request("r", 99.0)  # an end comes once
+    metrics.record_outputs(ProcessedOutputs(new_tokens=[NewTokens("r", 0, 5, 32)]), 99.0)
     found = samples(metrics)
     assert found["vllm:prompt_tokens_total"] == found["vllm:prefix_cache_queries_total"] == 40
     assert found["vllm:prompt_tokens_cached_total"] == found["vllm:prefix_cache_hits_total"] == 32
@@ -124,7 +126,8 @@ def test_a_request_counts_once_whatever_its_n() -> None:
 
 def test_an_aborted_request_without_a_token_has_no_first_token_time() -> None:
     metrics = Metrics("m", INFO)
-    metrics.start_request(40, 1, 8, arrival_time=0.0).finish("abort", now=1.0)
+    metrics.start_request("r", prompt_tokens=40, n=1, max_tokens=8, arrival_time=0.0)
+    metrics.abort_request("r", 1.0)
     found = samples(metrics)
     assert found["vllm:request_success_total abort"] == 1
     assert found["vllm:prompt_tokens_total"] == found["vllm:time_to_first_token_seconds_count"] == 0
@@ -132,9 +135,10 @@ def test_an_aborted_request_without_a_token_has_no_first_token_time() -> None:
 
 def test_the_snapshot_agrees_with_the_text() -> None:
     metrics = Metrics("m", INFO)
-    record = metrics.start_request(40, 1, 8, arrival_time=0.0)
-    record.tokens(0, 3, 1.0)
-    record.finish("stop", now=1.0)
+    metrics.start_request("r", prompt_tokens=40, n=1, max_tokens=8, arrival_time=0.0)
+    metrics.record_outputs(ProcessedOutputs(
+        new_tokens=[NewTokens("r", 0, 3, 0)],
+        finished=[FinishedRequest("r", "stop", 40, 3, 0, 1, 8, RequestMetrics(arrival_time=0.0))]), 1.0)
     values = {value.name: value for value in metrics.snapshot()}
     assert (values["vllm:generation_tokens"].kind, values["vllm:generation_tokens"].value) == ("counter", 3)
     histogram = values["vllm:request_generation_tokens"]
@@ -146,7 +150,8 @@ def test_the_snapshot_agrees_with_the_text() -> None:
 def test_the_log_line_comes_only_with_work() -> None:
     metrics = Metrics("m", INFO)
     assert metrics.log_line(1e9) is None
-    metrics.start_request(40, 1, 8, arrival_time=0.0).tokens(0, 10, 1.0)
+    metrics.start_request("r", prompt_tokens=40, n=1, max_tokens=8, arrival_time=0.0)
+    metrics.record_outputs(ProcessedOutputs(new_tokens=[NewTokens("r", 0, 10, 0)]), 1.0)
     metrics.record_stats(EngineStats(num_running=1, blocks_used=32, blocks_total=64))
     line = metrics.log_line(1e9 + 10)
     assert line is not None
