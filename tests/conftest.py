@@ -1,0 +1,36 @@
+"""What all tests share: one compilation cache, the embedded model, the workloads."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from jaxpaged.config import DEFAULT_MODEL
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# One cache for the whole run, child processes included, and none of it in the user's own. Set before JAX is imported.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache-test"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+# How long an example takes says nothing on a shared machine.
+settings.register_profile("jaxpaged", deadline=None)
+settings.load_profile("jaxpaged")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The embedded default model's .gguf file, downloaded once into the user's cache."""
+    from jaxpaged.loading.hub import resolve_model
+
+    return Path(resolve_model(DEFAULT_MODEL))
+
+
+@pytest.fixture(scope="session")
+def workload_folder() -> Path:
+    """The folder with W1.json to W5.json beside the checkout; what needs it is skipped without."""
+    folder = ROOT.parent / "shared" / "workloads"
+    if not folder.is_dir():
+        pytest.skip(f"there are no workloads in {folder}")
+    return folder
