@@ -127,9 +127,13 @@ class Tokenizer:
             raise RequestError("continue_final_message needs add_generation_prompt to be false",
                                param="continue_final_message")
         variables = self._check_template_kwargs(chat_template_kwargs)
-        guard = _StandIns(self._special_pattern, (messages, variables))
-        text = self._render(guard.hide(messages), add_generation_prompt=add_generation_prompt,
-                            continue_final_message=continue_final_message, **guard.hide(variables))
+        try:
+            guard = _StandIns(self._special_pattern, (messages, variables))
+            hidden, variables = guard.hide(messages), guard.hide(variables)
+        except RecursionError:
+            raise RequestError("the messages are nested too deeply", param="messages") from None
+        text = self._render(hidden, add_generation_prompt=add_generation_prompt,
+                            continue_final_message=continue_final_message, **variables)
         if not guard.used:
             return text, self._encode(self.backend, text, False, "messages")
         return guard.restore(text), self._encode_guarded(text, guard)

@@ -1,0 +1,302 @@
+"""Prompts, chats and sampling parameters in; checked requests for the engine out."""
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
+from jaxpaged.messages import EngineRequest
+from jaxpaged.output_processor import sequence_ids
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_CODE = "context_length_exceeded"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Keys of a generation_config.json that set defaults, and the sampling parameters that they set.
+_GENERATION_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+                    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """A request ready to run.
+
+    Attributes:
+        prompt: the prompt's text, None where it came as ids alone.
+        max_tokens: resolved limit of each choice.
+        sequences: what the engine gets, one per choice.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    arrival_time: float
+    sequences: tuple[EngineRequest, ...]
+
+
+class InputProcessor:
+    """Checks requests against one model's limits. May be called from several threads at once.
+
+    Args:
+        tokenizer: None where prompts come as ids only.
+        max_model_len: most tokens of prompt and output together.
+        vocab_size: number of ids that the model knows.
+        kv_capacity: most tokens that the KV pool holds.
+        eos_token_ids: ids that end a text: those of the tokenizer, the model's and the generation config together.
+        default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, kv_capacity: int,
+                 eos_token_ids: Iterable[int] = (), default_params: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._kv_capacity = kv_capacity
+        self._eos = frozenset(eos_token_ids)
+        self._default = SamplingParams(**(default_params or {}))
+        self._max_chars = (max_model_len * tokenizer.max_token_chars
+                           if tokenizer is not None and tokenizer.max_token_chars is not None else None)
+
+    def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
+                add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
+                priority: int = 0) -> ProcessedRequest:
+        """Turn one prompt into requests for the engine.
+
+        Args:
+            prompt: text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}; with both keys the ids count and
+                the text is only kept.
+            params: None for the model's defaults.
+            add_special_tokens: let the tokenizer add what it adds to a text, such as a beginning token.
+            lower_max_tokens: where max_tokens does not fit, lower it; for a max_tokens that is only a default.
+            arrival_time: seconds of `time.monotonic()`, where it is not now.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be used; `param` names the field.
+            ContextLengthError: prompt and max_tokens do not fit the context or the KV pool.
+        """
+        if params is None:
+            params, lower_max_tokens = self._default, True
+        params.check_supported()
+        text, ids = self._prompt(prompt, add_special_tokens)
+        max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
+        eos = frozenset() if params.ignore_eos else self._eos
+        stop_token_ids = eos.union(params.stop_token_ids or ())
+        seed = None if params.seed is None else params.seed % 2**64
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        sequences = tuple(
+            EngineRequest(sequence_id, ids, params, max_tokens, stop_token_ids, eos, seed, choice, arrival_time,
+                          priority)
+            for choice, sequence_id in enumerate(sequence_ids(request_id, params.n)))
+        return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
+
+    def render_chat(self, messages: object, *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    chat_template_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Turn a conversation into a prompt for `process`.
+
+        Returns:
+            {"prompt": text, "prompt_token_ids": ids}.
+
+        Raises:
+            RequestError: bad messages, or a template that refuses them.
+            ContextLengthError: more text than the context can hold.
+        """
+        normal = normalise_messages(messages)
+        tokenizer = self._needed_tokenizer("messages")
+        self._check_chars(sum(len(message["content"]) for message in normal), "messages")
+        text, ids = tokenizer.apply_chat_template(
+            normal, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs)
+        self._check_room(len(ids), "messages")
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def _prompt(self, prompt: object, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+        text: object = None
+        ids: object = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            unknown = next((key for key in prompt if key not in ("prompt", "prompt_token_ids")), None)
+            if unknown is not None:
+                raise NotSupportedError("a prompt holds prompt or prompt_token_ids, and nothing else", param="prompt")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif prompt is not None:
+            ids = prompt
+        if text is not None and not isinstance(text, str):
+            raise RequestError("prompt must be text", param="prompt")
+        if ids is not None:
+            return text, self._check_ids(ids)
+        if not text:
+            raise RequestError("prompt is empty; give a text or a list of token ids", param="prompt")
+        self._check_chars(len(text), "prompt")
+        encoded = tuple(self._needed_tokenizer("prompt").encode(text, add_special_tokens))
+        if not encoded:
+            raise RequestError("prompt has no token", param="prompt")
+        self._check_room(len(encoded), "prompt")
+        if max(encoded) >= self._vocab_size:
+            raise RequestError("prompt has a token that the model does not know", param="prompt")
+        return text, encoded
+
+    def _check_ids(self, ids: object) -> tuple[int, ...]:
+        if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sequence):
+            raise RequestError("prompt must be a text or a list of token ids", param="prompt")
+        if not ids:
+            raise RequestError("prompt is empty; give at least one token id", param="prompt")
+        self._check_room(len(ids), "prompt")
+        if set(map(type, ids)) != {int}:  # not isinstance: True is an int
+            raise RequestError("token ids must all be integers", param="prompt")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise RequestError(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
+        return tuple(ids)
+
+    def _check_chars(self, count: int, param: str) -> None:
+        """Refuse, before any work is done on it, a text that cannot fit whatever its tokens are."""
+        if self._max_chars is not None and count > self._max_chars:
+            raise ContextLengthError(
+                f"the prompt has {count} characters, more than the {self._max_model_len} tokens of this model's longest "
+                "context can hold; shorten it", param=param, code=_CODE)
+
+    def _check_room(self, prompt_tokens: int, param: str) -> None:
+        if prompt_tokens >= self._max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {prompt_tokens} tokens; this model's longest context is {self._max_model_len} tokens, "
+                "and at least one of them is for the answer; shorten the prompt", param=param, code=_CODE)
+        if prompt_tokens >= self._kv_capacity:
+            raise self._pool_error(f"the prompt has {prompt_tokens} tokens", param)
+
+    def _max_tokens(self, prompt_tokens: int, asked: int | None, lower: bool) -> int:
+        room = min(self._max_model_len, self._kv_capacity) - prompt_tokens
+        if asked is None or (lower and asked > room):
+            return room
+        total = prompt_tokens + asked
+        if total > self._max_model_len:
+            raise ContextLengthError(
+                f"this model's longest context is {self._max_model_len} tokens, and {total} were asked for: "
+                f"{prompt_tokens} of the prompt and max_tokens={asked}; shorten the prompt or lower max_tokens",
+                param="max_tokens", code=_CODE)
+        if total > self._kv_capacity:
+            raise self._pool_error(f"prompt and max_tokens are {total} tokens", "max_tokens")
+        return asked
+
+    def _pool_error(self, what: str, param: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"{what} and the KV pool holds {self._kv_capacity}; ask for less, or start with a larger pool "
+            "(--gpu-memory-utilization, --kv-cache-memory-bytes or --num-gpu-blocks-override)", param=param, code=_CODE)
+
+    def _needed_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("there is no tokenizer; give token ids", param=param)
+        return self._tokenizer
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that a model's generation_config.json sets, for requests that do not set them.
+
+    One that is not supported yet is left out, with a log line unless it would do nothing.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    found = {}
+    for key, name in _GENERATION_KEYS.items():
+        value = generation_config.get(key)
+        if value is None:
+            continue
+        try:
+            params = SamplingParams(**{name: value})
+            params.check_supported()
+        except NotSupportedError:
+            logger.warning("generation_config.json sets %s=%s, which is not supported yet and ignored", key, value)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}; correct it, or start with --generation-config vllm"
+                              ) from error
+        else:
+            if name == "max_tokens" or value != SamplingParams.__dataclass_fields__[name].default:
+                found[name] = value
+    return found
+
+
+def normalise_messages(messages: object) -> list[dict[str, Any]]:
+    """Check a conversation in OpenAI's form and bring it into the one that chat templates read.
+
+    Content becomes one string: text parts are joined by a newline, an assistant's missing content is empty. Role
+    `developer`, the newer name of `system`, becomes `system`. The arguments of tool calls become objects. `name`,
+    `tool_call_id` and `reasoning_content` are kept, any other field is left out.
+
+    Raises:
+        RequestError: anything else than text in one of the known roles; the text says which message.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages must be a list of at least one message", param="messages")
+    return [_normalise_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+
+
+def _normalise_message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _bad(f"{where} must be an object")
+    role = message.get("role")
+    if role not in _ROLES or not isinstance(role, str):
+        raise _bad(f"{where}.role must be one of {', '.join(_ROLES)}")
+    content = message.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    normal: dict[str, Any] = {"role": "system" if role == "developer" else role,
+                              "content": _join_content(f"{where}.content", content)}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        value = message.get(key)
+        if value is not None:
+            if not isinstance(value, str):
+                raise _bad(f"{where}.{key} must be a string")
+            normal[key] = value
+    calls = message.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, (list, tuple)):
+            raise _bad(f"{where}.tool_calls must be a list in an assistant's message")
+        normal["tool_calls"] = [_normalise_call(f"{where}.tool_calls[{place}]", call)
+                                for place, call in enumerate(calls)]
+    return normal
+
+
+def _join_content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise _bad(f"{where} must be a string or a list of text parts")
+    return "\n".join(_part_text(f"{where}[{place}]", part) for place, part in enumerate(content))
+
+
+def _part_text(where: str, part: object) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        raise _bad(f"{where} must be a part of type text; this model takes nothing else")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _bad(f"{where}.text must be a string")
+    return text
+
+
+def _normalise_call(where: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _bad(f"{where} must be an object with a function and its name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError):
+            raise _bad(f"{where}.function.arguments is not valid JSON") from None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise _bad(f"{where}.function.arguments must be an object")
+    normal = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+    return {"id": call["id"], **normal} if isinstance(call.get("id"), str) else normal
+
+
+def _bad(text: str) -> RequestError:
+    return RequestError(text, param="messages")

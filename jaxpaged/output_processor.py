@@ -1,0 +1,317 @@
+"""The text side of running requests: token ids in, RequestOutputs out, stop strings found on the way."""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jaxpaged.detokenizer import IncrementalDetokenizer
+from jaxpaged.errors import RequestError
+from jaxpaged.messages import TokenDelta
+from jaxpaged.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.stop_strings import StopStrings
+from jaxpaged.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def sequence_ids(request_id: str, n: int) -> list[str]:
+    """The ids under which the engine knows the choices of a request; unique if request ids are."""
+    return [f"{request_id}#{choice}" for choice in range(n)]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """That a choice of a request gained tokens; `num_cached_tokens` of its prompt came from the prefix cache."""
+
+    request_id: str
+    choice: int
+    count: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """Figures of a request that has ended, once whatever its n; `finish_reason` is that of its last choice."""
+
+    request_id: str
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_cached_tokens: int
+    n: int
+    max_tokens: int
+    metrics: RequestMetrics
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    """What one batch of deltas led to.
+
+    Attributes:
+        outputs: at most one of each request.
+        to_abort: sequences that the engine should stop: they ended here, on a stop string or an error.
+        new_tokens: for metrics, in order of arrival.
+        finished: for metrics.
+        errors: request id -> reason of a finish_reason "error".
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    to_abort: list[str] = field(default_factory=list)
+    new_tokens: list[NewTokens] = field(default_factory=list)
+    finished: list[FinishedRequest] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class OutputProcessor:
+    """Keeps every running request's text. Not for several threads at once.
+
+    Where a text ends at a stop string, its token ids end with the token whose text completed that string. An end token
+    or a stop token is the last of the token ids and no part of the text, unless it is one of `stop_token_ids` and
+    `include_stop_str_in_output` is set.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _Request] = {}
+        self._sequences: dict[str, tuple[_Request, _Choice]] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._requests)
+
+    def add_request(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams,
+                    arrival_time: float, max_tokens: int) -> list[str]:
+        """Begin a request.
+
+        Args:
+            prompt: its text, where it is known.
+            arrival_time: seconds of `time.monotonic()`.
+            max_tokens: resolved limit of each choice.
+
+        Returns:
+            The ids of its sequences, one per choice.
+
+        Raises:
+            RequestError: a request of this id is running, or it needs text and there is no tokenizer.
+        """
+        if request_id in self._requests:
+            raise RequestError("a request with this request_id is running", param="request_id")
+        if self._tokenizer is None and params.stop_strings:
+            raise RequestError("stop strings need a tokenizer", param="stop")
+        request = _Request(request_id, prompt, tuple(prompt_token_ids), params, arrival_time, max_tokens)
+        tokenizer = self._tokenizer if params.detokenize else None
+        ids = sequence_ids(request_id, params.n)
+        for index, sequence_id in enumerate(ids):
+            choice = _Choice(index, sequence_id, params, tokenizer, request.prompt_token_ids)
+            request.choices.append(choice)
+            self._sequences[sequence_id] = request, choice
+        self._requests[request_id] = request
+        return ids
+
+    def abort(self, request_id: str) -> list[str]:
+        """Forget a request; an unknown or finished one is ignored.
+
+        Returns:
+            The ids of its sequences that the engine should stop.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        running = [choice.sequence_id for choice in request.choices if choice.finish_reason is None]
+        self._forget(request)
+        return running
+
+    def process(self, deltas: Iterable[TokenDelta], now: float | None = None) -> ProcessedOutputs:
+        """Take in what the engine has made; deltas of unknown or ended sequences are ignored.
+
+        Args:
+            now: seconds of `time.monotonic()`, where it is not now.
+        """
+        now = time.monotonic() if now is None else now
+        done = ProcessedOutputs()
+        changed: dict[str, _Request] = {}
+        for delta in deltas:
+            request, choice = self._sequences.get(delta.request_id, (None, None))
+            if request is None or choice is None or choice.finish_reason is not None:
+                continue
+            changed[request.request_id] = request
+            try:
+                self._take(request, choice, delta, now, done)
+            except Exception as error:  # whatever it is, it must stay with this request
+                logger.exception("processing the output of request %s failed", request.request_id)
+                done.errors[request.request_id] = f"processing the output failed ({type(error).__name__})"
+                done.to_abort += request.fail()
+        for request in changed.values():
+            if request.finished:
+                request.finished_time = now
+                self._forget(request)
+                done.finished.append(request.figures())
+            output = request.output()
+            if output is not None:
+                done.outputs.append(output)
+        return done
+
+    def _take(self, request: "_Request", choice: "_Choice", delta: TokenDelta, now: float,
+              done: ProcessedOutputs) -> None:
+        before = choice.num_tokens
+        choice.take(delta)
+        if delta.finish_reason is None and choice.finish_reason is not None:
+            done.to_abort.append(choice.sequence_id)
+        if delta.finish_reason == "error":
+            done.errors[request.request_id] = delta.error or "the engine failed"
+        request.note(delta, choice)
+        if count := choice.num_tokens - before:
+            request.note_tokens(now)
+            done.new_tokens.append(NewTokens(request.request_id, choice.index, count, request.num_cached_tokens))
+
+    def _forget(self, request: "_Request") -> None:
+        del self._requests[request.request_id]
+        for choice in request.choices:
+            del self._sequences[choice.sequence_id]
+
+
+class _Choice:
+    """One sequence: its tokens, its text, and how it ended."""
+
+    def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
+                 prompt_token_ids: Sequence[int]) -> None:
+        self.index = index
+        self.sequence_id = sequence_id
+        self.num_tokens = 0
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._keep_stop = params.include_stop_str_in_output
+        self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+                             if tokenizer else None)
+        self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        # What no output has shown yet; for cumulative outputs, everything.
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self.has_news = False
+
+    def take(self, delta: TokenDelta) -> None:
+        """Go on with the engine's newest tokens."""
+        self.has_news = True
+        ids, end = delta.token_ids, delta.finish_reason
+        self.num_preemptions = max(self.num_preemptions, delta.num_preemptions)
+        hidden = end == "stop" and not (self._keep_stop and delta.stop_reason is not None)
+        shown = ids[:-1] if hidden else ids
+        if self._detokenizer is not None:
+            used = self._read(shown, end is not None)
+            ids = ids if used is None else ids[:used]
+        self._token_ids += ids
+        self.num_tokens += len(ids)
+        if self.finish_reason is None and end is not None:
+            self.finish_reason, self._stop_reason = end, delta.stop_reason
+
+    def _read(self, ids: Sequence[int], last: bool) -> int | None:
+        """Add the text of tokens; return how many they were up to the end of a stop string, None without one."""
+        detokenizer, stops = self._detokenizer, self._stops
+        assert detokenizer is not None
+        if stops is None:
+            self._texts.append(detokenizer.add(ids) + (detokenizer.finish() if last else ""))
+            return None
+        for number, token_id in enumerate(ids, 1):
+            if self._watch(stops, detokenizer.add((token_id,))):
+                return number
+        if last:
+            if self._watch(stops, detokenizer.finish()):
+                return len(ids)
+            self._texts.append(stops.release())
+        return None
+
+    def _watch(self, stops: StopStrings, text: str) -> bool:
+        """Add text as far as it is decided; True if a stop string ends it."""
+        text, found = stops.add(text)
+        if found is not None:
+            self.finish_reason, self._stop_reason = "stop", found
+            if not self._keep_stop:
+                text = text[:-len(found)]
+        self._texts.append(text)
+        return found is not None
+
+    def fail(self) -> None:
+        """End with an error."""
+        self.has_news = True
+        self.finish_reason = "error"
+
+    def output(self, whole: bool) -> CompletionOutput:
+        """Everything so far, or what is new since the last call."""
+        text = "".join(self._texts)
+        output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
+                                  stop_reason=self._stop_reason)
+        self._texts = [text] if whole else []
+        if not whole:
+            self._token_ids = []
+        self.has_news = False
+        return output
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request: its choices, and when what happened to it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_time: float
+    max_tokens: int
+    choices: list[_Choice] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def note(self, delta: TokenDelta, choice: _Choice) -> None:
+        """Take over what the delta of a choice tells about the request as a whole."""
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.scheduled_time is not None:
+            self.scheduled_time = min(self.scheduled_time or delta.scheduled_time, delta.scheduled_time)
+
+    def note_tokens(self, now: float) -> None:
+        """Remember that tokens came."""
+        if self.first_token_time is None:
+            self.first_token_time = now
+        self.last_token_time = now
+
+    def fail(self) -> list[str]:
+        """End all running choices with an error and return the ids of their sequences."""
+        running = [choice for choice in self.choices if choice.finish_reason is None]
+        self.finish_reason = "error"
+        for choice in running:
+            choice.fail()
+        return [choice.sequence_id for choice in running]
+
+    def output(self) -> RequestOutput | None:
+        """The output that is due now, if one is."""
+        kind = self.params.output_kind
+        finished = self.finished
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        whole = kind is not RequestOutputKind.DELTA
+        outputs = tuple(choice.output(whole) for choice in self.choices if whole or choice.has_news)
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, finished,
+                             metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens)
+
+    def figures(self) -> FinishedRequest:
+        """What the metrics want of an ended request."""
+        assert self.finish_reason is not None
+        return FinishedRequest(self.request_id, self.finish_reason, len(self.prompt_token_ids),
+                               sum(choice.num_tokens for choice in self.choices), self.num_cached_tokens,
+                               self.params.n, self.max_tokens, self._metrics())
+
+    def _metrics(self) -> RequestMetrics:
+        return RequestMetrics(self.arrival_time, self.scheduled_time, self.first_token_time, self.last_token_time,
+                              self.finished_time, sum(choice.num_preemptions for choice in self.choices))
