@@ -232,7 +232,9 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_bytes_never_do_worse_than_an_error(data: st.DataObject, tiny_file: tuple[bytes, int], tmp_path: Path) -> None:
+def test_flipped_bytes_never_do_worse_than_an_error(
+    data: st.DataObject, tiny_file: tuple[bytes, int], tmp_path: Path,
+) -> None:
     """Whatever is in the header: a CheckpointError, or a checkpoint all of whose tensors can be read."""
     damaged, header = bytearray(tiny_file[0]), tiny_file[1]
     for _ in range(data.draw(st.integers(1, 4))):
