@@ -207,10 +207,10 @@ def test_a_sparse_giant_is_refused_quickly(tmp_path: Path) -> None:
         path.write_bytes(header)
         with path.open("r+b") as file:
             file.truncate(1 << 37)
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(CheckpointError):
             GgufFile(path)
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
         path.unlink()
 
 
@@ -392,9 +392,9 @@ def smollm2() -> Path:
 
 
 def test_the_real_header_equals_the_packages_and_opens_quickly(smollm2: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     file = GgufFile(smollm2)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     reader = gguf.GGUFReader(smollm2)
     for key, field in reader.fields.items():
         if not key.startswith("GGUF."):

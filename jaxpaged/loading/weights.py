@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxpaged.loading.checkpoint import Checkpoint
 from jaxpaged.models.weight_rules import Transform, WeightRule
 
 Place = Callable[[np.ndarray], jax.Array]
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 # Dequantising releases the interpreter lock; more threads than this gain little and each holds a tensor.
 _THREADS = 2
@@ -30,7 +30,7 @@ _MAX_PROBLEMS = 20
 class _Task:
     """One parameter, the tensor it comes from, and how one becomes the other."""
 
-    path: Path
+    path: KeyPath
     tensor: str
     shape: tuple[int, ...]
     transform: Transform
@@ -136,7 +136,7 @@ def _load(checkpoint: Checkpoint, task: _Task, dtype: np.dtype, place: Place) ->
     stored = checkpoint.shape(task.tensor)
     # If the transform only relabels axes, the tensor is read straight into the parameter's memory: one of these two
     # orders makes it contiguous once relabelled. Untouched zeros cost no memory until then.
-    orders = "CF"
+    orders: tuple[Literal["C", "F"], ...] = ("C", "F")
     for order in orders:
         buffer = _aligned_zeros(stored, dtype, order)
         param = task.transform(buffer)
@@ -149,12 +149,11 @@ def _load(checkpoint: Checkpoint, task: _Task, dtype: np.dtype, place: Place) ->
     return place(param)
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype, order: str) -> np.ndarray:
+def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype, order: Literal["C", "F"]) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
-    flat = raw[start:start + size].view(dtype)
-    return flat.reshape(shape, order="F" if order == "F" else "C")
+    return raw[start:start + size].view(dtype).reshape(shape, order=order)
 
 
 def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -169,7 +168,7 @@ def _on_default_device(array: np.ndarray) -> jax.Array:
     return jax.block_until_ready(jax.device_put(array))
 
 
-def _leaves(tree: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(tree: Mapping[Any, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*path, key))
@@ -177,7 +176,7 @@ def _leaves(tree: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, An
             yield (*path, key), value
 
 
-def _insert(tree: dict[Any, Any], path: Path, leaf: jax.Array) -> None:
+def _insert(tree: dict[Any, Any], path: KeyPath, leaf: jax.Array) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = leaf
