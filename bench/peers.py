@@ -102,10 +102,11 @@ def _openvino_folder(weights: Path) -> Path:
 
 def _export_to_openvino(weights: Path) -> None:
     """Once for all runs, and before the clock starts."""
-    if not _openvino_folder(weights).exists():
-        subprocess.run([str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(weights),
-                        "--task", "text-generation-with-past", "--weight-format", "fp32",
-                        str(_openvino_folder(weights))], check=True, stdout=sys.stderr)
+    folder = _openvino_folder(weights)
+    if not folder.exists():
+        cli = str(Path(sys.executable).with_name("optimum-cli"))
+        subprocess.run([cli, "export", "openvino", "--model", str(weights), "--task", "text-generation-with-past",
+                        "--weight-format", "fp32", str(folder)], check=True, stdout=sys.stderr)
 
 
 @contextmanager
