@@ -1,0 +1,325 @@
+"""The routes of the OpenAI protocol. Every check on a request is made before its answer begins."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from jaxpaged import __version__
+from jaxpaged.errors import EngineDeadError, RequestError
+from jaxpaged.input_processor import InputProcessor, ProcessedRequest
+from jaxpaged.metrics import Metrics
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.server.args import ServerConfig
+from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
+from jaxpaged.server.gate import Gate, route_path
+from jaxpaged.server.protocol import (
+    AnswerShape,
+    BodyReader,
+    ChatCompletionRequest,
+    CompletionRequest,
+    error_body,
+    error_json,
+    error_status,
+    to_json,
+    usage,
+)
+from jaxpaged.server.responses import EventStream, on_disconnect, read_body
+
+logger = logging.getLogger(__name__)
+
+COMPLETION_MAX_TOKENS = 16
+RETRY_AFTER_SECONDS = "1"
+_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
+
+
+class Api:
+    """What the routes do.
+
+    Args:
+        config: of the server.
+        client: serves already.
+        inputs: checks and tokenises prompts.
+        metrics: of the engine.
+        names: the served model's names; the first is the main one.
+        max_model_len: tokens of the context.
+        defaults: the model's own sampling parameters.
+    """
+
+    def __init__(self, config: ServerConfig, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *,
+                 names: Sequence[str], max_model_len: int, defaults: Mapping[str, Any]) -> None:
+        self.config = config
+        self._client, self._inputs, self._metrics = client, inputs, metrics
+        self._names, self._max_model_len, self._defaults = tuple(names), max_model_len, defaults
+        self._created = int(time.time())
+        self._bodies = BodyReader()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+        self._refusal: str | None = None
+
+    def refuse(self, reason: str) -> None:
+        """Answer 503 to all new work from now on."""
+        self._refusal = reason
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine is alive, makes progress and takes requests; 503 otherwise."""
+        self._check_serving()
+        return Response(b"")
+
+    async def version(self, request: Request) -> Response:
+        """The version of jaxpaged."""
+        return _json(to_json({"version": __version__}))
+
+    async def metrics(self, request: Request) -> Response:
+        """Metrics for Prometheus."""
+        text, content_type = self._metrics.exposition(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    async def models(self, request: Request) -> Response:
+        """The names of the model."""
+        self._check_serving()
+        return _json(to_json({"object": "list", "data": [self._card(name) for name in self._names]}))
+
+    async def model(self, request: Request) -> Response:
+        """One name of the model."""
+        self._check_serving()
+        name = request.path_params["name"]
+        self._check_model(name)
+        return _json(to_json(self._card(name)))
+
+    async def completions(self, request: Request) -> Response:
+        """Complete one or more prompts."""
+        self._check_serving()
+        body = self._bodies.read(CompletionRequest, await read_body(request, self.config.max_request_bytes))
+        self._check_model(body.model)
+        params = body.sampling_params(COMPLETION_MAX_TOKENS, self._defaults)
+        add_special = body.add_special_tokens is not False
+
+        def prepare(request_id: str, prompt: object) -> ProcessedRequest:
+            return self._inputs.process(request_id, prompt, params, add_special_tokens=add_special)
+
+        return await self._answer(request, body, params, _prompts(body.prompt), prepare)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check_serving()
+        body = self._bodies.read(ChatCompletionRequest, await read_body(request, self.config.max_request_bytes))
+        self._check_model(body.model)
+        params = body.sampling_params(None, self._defaults)
+        more = {name: value for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+                if (value := getattr(body, name)) is not None}
+
+        def prepare(request_id: str, messages: object) -> ProcessedRequest:
+            return self._inputs.process(request_id, self._inputs.render_chat(messages, **more), params)
+
+        return await self._answer(request, body, params, [body.messages], prepare)
+
+    async def not_supported(self, request: Request) -> Response:
+        """A route that the API has and this server does not have yet."""
+        message = f"{route_path(request.scope)} is not supported yet"
+        return _json(error_json(message, "invalid_request_error", code="not_supported"), 404)
+
+    async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
+                      prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest]) -> Response:
+        self._check_serving()  # once more: reading the body may have taken its time
+        ordinal = uuid.uuid4().hex
+        stream = self._client.admit(len(prompts) * params.n)
+        try:
+            with on_disconnect(request.receive, lambda: self._client.close(stream)):
+                requests = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, _prepare_all, stream, prepare, ordinal, prompts)
+                self._client.submit(stream, requests)
+                if self.config.enable_log_requests:
+                    logger.info("request %s: %d prompt tokens, %s", ordinal,
+                                sum(len(item.prompt_token_ids) for item in requests), params)
+                chat = isinstance(body, ChatCompletionRequest)
+                name = body.request_id or request.headers.get("x-request-id", "")[:128] or ordinal
+                shape = AnswerShape(
+                    chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
+                    model=body.model or self._names[0], num_choices=len(requests) * params.n,
+                    token_ids=bool(body.return_token_ids))
+                call = _Call(stream, requests, params.n, shape)
+                if not body.stream:
+                    return await call.whole()
+        except BaseException:
+            self._client.close(stream)
+            raise
+        return EventStream(call.events(body.include_usage), lambda: self._client.close(stream))
+
+    def _check_serving(self) -> None:
+        reason = self._refusal or self._client.fault()
+        if reason is not None:
+            raise EngineDeadError(reason)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self._names:
+            raise RequestError(f"there is no such model here; GET /v1/models lists the names: {', '.join(self._names)}",
+                               param="model", code="model_not_found")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "jaxpaged",
+                "root": self._names[0], "parent": None, "max_model_len": self._max_model_len}
+
+
+class _Call:
+    """One call's outputs on their way into an answer. Choice `place * n + c` is choice c of the prompt at `place`."""
+
+    def __init__(self, stream: OutputStream, requests: Sequence[ProcessedRequest], n: int, shape: AnswerShape) -> None:
+        self._stream, self._requests, self._n, self._shape = stream, requests, n, shape
+        self._places = {request.request_id: place for place, request in enumerate(requests)}
+        self._cached = [0] * len(requests)
+        self._completion_tokens = 0
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        outputs = sorted(await self._stream.get_all(), key=lambda output: self._places[output.request_id])
+        for output in outputs:
+            self._count(output)
+        return _json(self._shape.whole(outputs, self._usage()))
+
+    async def events(self, include_usage: bool) -> AsyncIterator[str]:
+        """The answer as server-sent events, some at a time; an error after the first is an event as well."""
+        try:
+            opened: set[int] = set()
+            unfinished = len(self._requests)
+            while unfinished:
+                events: list[str] = []
+                for output in await self._stream.get():
+                    self._add_events(events, output, opened)
+                    unfinished -= output.finished
+                if not unfinished:
+                    if include_usage:
+                        events.append(self._shape.usage_chunk(self._usage()))
+                    events.append(_DONE)
+                if events:
+                    yield "".join(events)
+        except StreamClosedError:
+            return
+        except (EngineDeadError, RequestFailedError) as error:
+            yield f"data: {_server_error(error).decode()}\n\n{_DONE}"
+
+    def _add_events(self, events: list[str], output: RequestOutput, opened: set[int]) -> None:
+        self._count(output)
+        shape, first = self._shape, self._places[output.request_id] * self._n
+        for choice in output.outputs:
+            index = first + choice.index
+            if index not in opened:
+                opened.add(index)
+                events.append(shape.first_chunk(index, output.prompt_token_ids))
+            events.append(shape.text_chunk(index, choice.text, choice.token_ids))
+            if choice.finish_reason is not None:
+                events.append(shape.last_chunk(index, choice.finish_reason, choice.stop_reason))
+
+    def _count(self, output: RequestOutput) -> None:
+        self._cached[self._places[output.request_id]] = output.num_cached_tokens
+        for choice in output.outputs:
+            self._completion_tokens += len(choice.token_ids)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(sum(len(request.prompt_token_ids) for request in self._requests), self._completion_tokens,
+                     sum(self._cached))
+
+
+_DONE = "data: [DONE]\n\n"
+
+
+def make_app(api: Api) -> FastAPI:
+    """The ASGI application."""
+    app = FastAPI(title="jaxpaged", version=__version__, root_path=api.config.root_path, redirect_slashes=False)
+    for path, route, body in (("/v1/completions", api.completions, CompletionRequest),
+                              ("/v1/chat/completions", api.chat_completions, ChatCompletionRequest)):
+        schema = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
+        app.add_api_route(path, route, methods=["POST"], openapi_extra={"requestBody": schema})
+    for path, route in (("/v1/models", api.models), ("/v1/models/{name:path}", api.model), ("/health", api.health),
+                        ("/ping", api.health), ("/version", api.version), ("/metrics", api.metrics)):
+        app.add_api_route(path, route, methods=["GET"])
+    app.add_api_route("/health", api.health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
+    for path, method in (("/v1/embeddings", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"), ("/", "GET")):
+        app.add_api_route(path, api.not_supported, methods=[method], include_in_schema=False)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    app.add_middleware(Gate, keys=api.config.api_key)
+    # Outermost: a browser asks for permission before it sends the key.
+    app.add_middleware(CORSMiddleware, allow_origins=list(api.config.allowed_origins), allow_methods=["*"],
+                       allow_headers=["*"], expose_headers=["x-request-id"])
+    return app
+
+
+def _prepare_all(stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
+                 prompts: Sequence[object]) -> list[ProcessedRequest]:
+    requests = []
+    for place, prompt in enumerate(prompts):
+        if stream.closed:  # clients that come and go must not leave work behind
+            break
+        requests.append(prepare(f"{ordinal}-{place}", prompt))
+    return requests
+
+
+def _prompts(value: object) -> list[object]:
+    """The prompts of a completion request, each a text or a list of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if isinstance(value[0], int):
+            return [value]
+        for kind in (str, list):
+            if all(isinstance(item, kind) for item in value):
+                return value
+    raise RequestError("prompt must be a string, a list of token ids, a list of strings or a list of such lists, and "
+                       "not empty", param="prompt")
+
+
+def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body, status, headers=headers, media_type="application/json")
+
+
+def _server_error(error: Exception) -> bytes:
+    kind = "service_unavailable" if isinstance(error, EngineDeadError) else "internal_error"
+    return error_json(str(error), kind)
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    status = error_status(error)
+    headers = {"retry-after": RETRY_AFTER_SECONDS} if status == 503 else None
+    return _json(error_body(error), status, headers)
+
+
+async def _on_server_error(request: Request, error: Exception) -> Response:
+    return _json(_server_error(error), 503 if isinstance(error, EngineDeadError) else 500)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {404: "there is no such route", 405: "this route does not take this method"}.get(
+        error.status_code, str(error.detail))
+    return _json(error_json(message, "invalid_request_error"), error.status_code, error.headers)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    # The traceback is in the log: starlette raises the error again after this answer.
+    return _json(error_json("internal error; the server's log tells more", "internal_error"), 500)
+
+
+_HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    RequestError: _on_request_error, EngineDeadError: _on_server_error, RequestFailedError: _on_server_error,
+    HTTPException: _on_http_error, ClientDisconnect: _on_client_gone, StreamClosedError: _on_client_gone,
+    Exception: _on_bug,
+}

@@ -1,0 +1,76 @@
+"""What every request passes before its route: the key, and the id that goes back to the client."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxpaged.server.protocol import error_json
+
+OPEN_ROUTES = frozenset({"/health", "/ping"})
+MAX_ECHOED_ID_BYTES = 256
+
+
+class Gate:
+    """ASGI middleware. With keys, every path but OPEN_ROUTES needs one, whether a route exists there or not."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str] = ()) -> None:
+        self._app = app
+        # digests have one length, so that comparing them tells nothing about a key's
+        self._keys = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _header(scope, b"x-request-id")
+        if 0 < len(request_id) <= MAX_ECHOED_ID_BYTES:
+            send = _echoing(send, request_id)
+        if self._keys and route_path(scope) not in OPEN_ROUTES and not self._holds_key(scope):
+            await _refuse(send)
+            return
+        await self._app(scope, receive, send)
+
+    def _holds_key(self, scope: Scope) -> bool:
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def route_path(scope: Scope) -> str:
+    """The path that routing looks at: without the prefix of a proxy, if it left that on."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(root + "/") else path
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    values: list[bytes] = [value for key, value in scope["headers"] if key == name]
+    return values[0] if len(values) == 1 else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _echoing(send: Send, request_id: bytes) -> Send:
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+        await send(message)
+
+    return send_with_id
+
+
+async def _refuse(send: Send) -> None:
+    body = error_json("a valid key is needed: send it as `Authorization: Bearer KEY`", "authentication_error",
+                      code="invalid_api_key")
+    await send({"type": "http.response.start", "status": 401, "headers": [
+        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
+        (b"www-authenticate", b"Bearer")]})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,319 @@
+"""OpenAI's request bodies, read and checked, and the shapes of the answers."""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from jaxpaged.errors import ContextLengthError, NotSupportedError, OverloadedError, RequestError
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_UNKNOWN_FIELDS_LOGGED = 100
+
+# What the API knows and this server cannot do yet, with the values that ask for nothing.
+_NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
+    "suffix": ("",), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
+    "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "use_beam_search": (False,),
+    "length_penalty": (1, 1.0), "early_stopping": (False,), "structured_outputs": (), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
+    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"), "documents": ([],), "chat_template": (), "truncate_prompt_tokens": (),
+    "priority": (0,), "cache_salt": (), "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
+    "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (), "adapter_id": (),
+}
+# Fields of OpenAI that describe the caller, not the text: nothing is done with them, and no log line is due.
+_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+_EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": "must be an object",
+             "messages": "must be a list of objects", "stop_token_ids": "must be a list of token ids"}
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = Field(None, description="end the stream with a chunk that holds the usage")
+    continuous_usage_stats: bool | None = None
+
+
+class _Request(BaseModel):
+    """What both kinds of request share. A field set to null equals a field left out."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(None, description="a name that GET /v1/models lists")
+    stream: bool | None = None
+    stream_options: Annotated[StreamOptions | None, WithJsonSchema(
+        {"type": "object", "properties": {"include_usage": {"type": "boolean"}}})] = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    expected_output_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = Field(None, description="add the ids of the prompt and of each choice")
+    request_id: str | None = Field(None, description="becomes part of the answer's id")
+
+    def check(self) -> None:
+        """Refuse what is known but not supported.
+
+        Raises:
+            RequestError: names the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            neutral = _NOT_SUPPORTED.get(name)
+            if neutral is not None and value is not None and not any(
+                    type(value) is type(item) and value == item for item in neutral):
+                raise NotSupportedError(f"{name} is not supported yet; leave it out", param=name)
+        if self.stream_options is not None:
+            if not self.stream:
+                raise RequestError("stream_options needs stream to be true", param="stream_options")
+            if self.stream_options.continuous_usage_stats:
+                raise NotSupportedError("stream_options.continuous_usage_stats is not supported yet; leave it out",
+                                        param="stream_options")
+        if self.request_id is not None and not (
+                0 < len(self.request_id) <= MAX_REQUEST_ID_CHARS and self.request_id.isprintable()):
+            raise RequestError(f"request_id must hold 1 to {MAX_REQUEST_ID_CHARS} printable characters",
+                               param="request_id")
+
+    def sampling_params(self, default_max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The sampling of this request.
+
+        Args:
+            default_max_tokens: where the request says nothing; None for as many as fit.
+            defaults: the model's own where the request says nothing; its max_tokens does not count.
+
+        Raises:
+            RequestError: a value out of range or not supported; names the field.
+        """
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if given.get("best_of") == given.get("n", 1):
+            given.pop("best_of", None)
+        params = SamplingParams(**{**defaults, "max_tokens": default_max_tokens, **given,
+                                   "output_kind": RequestOutputKind.DELTA})
+        params.check_supported()
+        return params
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+_SAMPLING_FIELDS = tuple(name for name in _Request.model_fields if name in SamplingParams.__dataclass_fields__)
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = Field(None, description="a string, a list of token ids, or a list of either",
+                        json_schema_extra={"anyOf": [
+                            {"type": "string"}, {"type": "array", "items": {"type": "string"}},
+                            {"type": "array", "items": {"type": "integer"}},
+                            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}]})
+
+
+class ChatCompletionRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; wins over it")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuse what is known but not supported, and settle which limit counts.
+
+        Raises:
+            RequestError: names the field.
+        """
+        super().check()
+        if self.max_completion_tokens is not None:
+            if self.max_completion_tokens < 1:
+                raise RequestError("max_completion_tokens must be an integer of at least 1",
+                                   param="max_completion_tokens")
+            self.max_tokens = self.max_completion_tokens
+
+
+class BodyTooLargeError(RequestError):
+    """The request body exceeds the limit."""
+
+
+class MediaTypeError(RequestError):
+    """The request body is not announced as plain JSON."""
+
+
+_Body = TypeVar("_Body", bound=_Request)
+
+
+class BodyReader:
+    """Turns bytes into checked requests, and logs each unknown field name once."""
+
+    def __init__(self) -> None:
+        self._unknown: set[str] = set()
+
+    def read(self, kind: type[_Body], body: bytes) -> _Body:
+        """One request.
+
+        Raises:
+            RequestError: the body is not what the API takes; the text names the field, never its value.
+        """
+        try:
+            request = kind.model_validate_json(body)
+        except ValidationError as error:
+            raise _explain(error) from None
+        for name in request.model_extra or ():
+            if name not in _NOT_SUPPORTED and name not in _IGNORED and name not in self._unknown \
+                    and len(self._unknown) < MAX_UNKNOWN_FIELDS_LOGGED:
+                self._unknown.add(name)
+                logger.warning("ignoring the unknown request field %r", name[:64])
+        request.check()
+        return request
+
+
+def _explain(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path, text = first["loc"], first["msg"]
+    if first["type"] == "json_invalid":
+        return RequestError("the request body is not valid JSON: " + text.removeprefix("Invalid JSON: "))
+    if not path:
+        return RequestError("the request body must be a JSON object")
+    param = str(path[0])
+    if path == ("stream_options", "include_usage"):
+        return RequestError("stream_options.include_usage must be true or false", param="stream_options")
+    if param in _EXPECTED:
+        return RequestError(f"{param} {_EXPECTED[param]}", param=param)
+    return RequestError(f"{param} {text.replace('Input should be', 'must be')}", param=param)
+
+
+def error_status(error: RequestError) -> int:
+    """The HTTP status of a refused request."""
+    if isinstance(error, OverloadedError):
+        return 503
+    if isinstance(error, BodyTooLargeError):
+        return 413
+    if isinstance(error, MediaTypeError):
+        return 415
+    return 404 if error.code == "model_not_found" else 400
+
+
+def error_body(error: RequestError) -> bytes:
+    """OpenAI's error object for a refused request."""
+    code = error.code
+    if code is None and isinstance(error, ContextLengthError):
+        code = "context_length_exceeded"
+    kind = "overloaded_error" if isinstance(error, OverloadedError) else "invalid_request_error"
+    return error_json(error.message, kind, error.param, code)
+
+
+def error_json(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """OpenAI's error object."""
+    return to_json({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def to_json(value: object) -> bytes:
+    """Compact UTF-8; a NaN or infinity, which JSON lacks, is our own mistake and raises ValueError."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+class AnswerShape:
+    """How one request's answer is written: fixed parts are serialised once, so that a chunk costs a few microseconds.
+
+    Args:
+        chat: chat completion or text completion.
+        answer_id: `id` of the answer and of all its chunks.
+        created: seconds since 1970.
+        num_choices: over all prompts.
+        token_ids: whether choices carry their token ids.
+    """
+
+    def __init__(self, *, chat: bool, answer_id: str, created: int, model: str, num_choices: int,
+                 token_ids: bool) -> None:
+        self._chat = chat
+        self._token_ids = token_ids
+        kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion", "text_completion")
+        self._whole, self._chunk = ({"id": answer_id, "object": name, "created": created, "model": model}
+                                    for name in kind)
+        head = json.dumps(self._chunk, ensure_ascii=False, separators=(",", ":"))[:-1]
+        before = '"delta":{"content":' if chat else '"text":'
+        self._before = [f'data: {head},"choices":[{{"index":{index},{before}' for index in range(num_choices)]
+        self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":null'
+        self._end = '}]}\n\n'
+
+    def first_chunk(self, index: int, prompt_token_ids: tuple[int, ...]) -> str:
+        """What opens a choice in a stream: the role in chat, nothing in a text completion unless ids are wanted."""
+        ids = f',"prompt_token_ids":{json.dumps(prompt_token_ids)}' if self._token_ids else ""
+        if self._chat:
+            before = self._before[index].removesuffix('"content":') + '"role":"assistant","content":'
+        elif ids:
+            before = self._before[index]
+        else:
+            return ""
+        return f'{before}""{self._after}{ids}{self._end}'
+
+    def text_chunk(self, index: int, text: str, token_ids: tuple[int, ...]) -> str:
+        """New text of one choice; empty where there is nothing to tell."""
+        if self._token_ids and token_ids:
+            ids = f',"token_ids":{json.dumps(token_ids)}'
+        elif text:
+            ids = ""
+        else:
+            return ""
+        return f"{self._before[index]}{_quote(text)}{self._after}{ids}{self._end}"
+
+    def last_chunk(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> str:
+        """The end of one choice; all its text has gone before."""
+        before = self._before[index].removesuffix('"content":') if self._chat else self._before[index] + '""'
+        after = self._after.replace('"finish_reason":null', f'"finish_reason":{json.dumps(finish_reason)}')
+        return f'{before}{after},"stop_reason":{json.dumps(stop_reason)}{self._end}'
+
+    def usage_chunk(self, totals: dict[str, Any]) -> str:
+        """The chunk after all choices."""
+        return f"data: {to_json({**self._chunk, 'choices': [], 'usage': totals}).decode()}\n\n"
+
+    def whole(self, outputs: list[RequestOutput], totals: dict[str, Any]) -> bytes:
+        """The answer in one piece; choices in prompt-major order."""
+        choices: list[dict[str, Any]] = []
+        for output in outputs:
+            for choice in output.outputs:
+                item: dict[str, Any] = {"index": len(choices)}
+                if self._chat:
+                    item["message"] = {"role": "assistant", "content": choice.text}
+                else:
+                    item["text"] = choice.text
+                item |= {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                if self._token_ids:
+                    item |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
+                choices.append(item)
+        return to_json({**self._whole, "choices": choices, "usage": totals})
+
+
+_quote = json.JSONEncoder(ensure_ascii=False).encode

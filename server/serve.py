@@ -1,0 +1,242 @@
+"""The life of the server: start both processes, serve, and end without leaving anything behind."""
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import importlib.util
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from jaxpaged.errors import CheckpointError, ConfigError, EngineDeadError, JaxpagedError
+from jaxpaged.input_processor import InputProcessor, default_sampling_params
+from jaxpaged.loading.hub import resolve_model
+from jaxpaged.metrics import Metrics
+from jaxpaged.server.app import Api, make_app
+from jaxpaged.server.args import Arguments, ServerConfig
+from jaxpaged.server.engine_client import EngineClient
+from jaxpaged.server.http_protocol import http_protocol
+from jaxpaged.server.logs import set_up_logging
+from jaxpaged.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Long enough for a load balancer's health check to see the 503 before connections are refused.
+DEAD_ENGINE_GRACE_SECONDS = 15.0
+STATISTICS_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 65  # longer than the pools of usual clients and proxies, so that they close first
+CLOSE_SECONDS = 5  # for responses that are complete but not yet read, and for the engine to end
+
+
+def serve(arguments: Arguments) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Returns:
+        0 after a signal; 1 after a failed start, told in one line, or if the engine has died.
+    """
+    set_up_logging(arguments.server.uvicorn_log_level)
+    for warning in arguments.warnings:
+        logger.warning("%s", warning)
+    try:
+        _check_certificate(arguments.server)
+        with _listener(arguments.server) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            files = _raise_file_limit()
+            return runner.run(_Server(arguments, listener, files).run())
+    except JaxpagedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+class _Server:
+    """One run: starting, serving, draining, ending."""
+
+    def __init__(self, arguments: Arguments, listener: socket.socket, files: int) -> None:
+        self._config, self._engine_config = arguments.server, arguments.engine
+        self._listener, self._files = listener, files
+        self._client: EngineClient | None = None
+        self._api: Api | None = None
+        self._metrics: Metrics | None = None
+        self._http: _Http | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            await self._start()
+            await self._serve()
+        except BaseException:
+            if self._client is not None:
+                self._client.kill()
+            raise
+        assert self._client is not None
+        await asyncio.to_thread(self._client.shutdown, CLOSE_SECONDS)
+        return self._exit_code
+
+    async def _start(self) -> None:
+        """Load everything; the engine process loads and compiles while this one reads the tokenizer."""
+        config = self._engine_config
+        logger.info("loading %s", config.model)
+        # Resolved once, here: two processes must not download the same files.
+        path = await asyncio.to_thread(resolve_model, config.model, config.revision, config.download_dir)
+        source = path
+        if config.tokenizer is not None:
+            source = await asyncio.to_thread(resolve_model, config.tokenizer, None, config.download_dir)
+        self._client = EngineClient(dataclasses.replace(config, model=str(path)), timeout=self._config.engine_timeout,
+                                    on_death=self._on_engine_death)
+        loading = asyncio.to_thread(load_tokenizer, source, chat_template=config.chat_template)
+        tokenizer, info = await asyncio.gather(loading, self._client.ready())
+        info = dataclasses.replace(info, model=config.model)
+        logger.info("%s", info.summary())
+
+        names = self._config.served_model_name or (config.model,)
+        defaults = default_sampling_params(_generation_config(path)) if config.generation_config == "auto" else {}
+        inputs = InputProcessor(
+            tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
+            kv_capacity=(info.num_blocks - 1) * info.block_size,  # one block holds nothing
+            eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids))
+        self._metrics = Metrics(names[0], info, kv_cache_dtype=config.kv_cache_dtype,
+                                prefix_caching=config.enable_prefix_caching)
+        self._client.serve(info, tokenizer, self._metrics)
+        self._api = Api(self._config, self._client, inputs, self._metrics, names=names, defaults=defaults,
+                        max_model_len=info.max_model_len)
+
+    async def _serve(self) -> None:
+        assert self._api is not None and self._metrics is not None
+        self._http = _Http(uvicorn.Config(
+            make_app(self._api), log_config=None, log_level=self._config.uvicorn_log_level,
+            access_log=not self._config.disable_access_log, http=http_protocol(), ws="none", lifespan="off",
+            server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=CLOSE_SECONDS,
+            limit_concurrency=max(16, self._files - 64), ssl_keyfile=self._config.ssl_keyfile,
+            ssl_certfile=self._config.ssl_certfile))
+        statistics = None if self._config.disable_log_stats else asyncio.create_task(_log_statistics(self._metrics))
+        await self._http.serve([self._listener])
+        if statistics is not None:
+            statistics.cancel()
+        self._api.close()
+
+    def _on_signal(self, number: int) -> None:
+        if self._http is None or self._ending is not None:
+            # Still starting, or told a second time: at once, whatever the threads are busy with.
+            if self._client is not None:
+                self._client.kill()
+            os._exit(0 if self._ending is None else 128 + number)
+        logger.info("stopping: running requests have %g s to finish", self._config.shutdown_timeout)
+        self._ending = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        assert self._api is not None and self._client is not None and self._http is not None
+        self._api.refuse("the server is shutting down")
+        await self._client.wait_until_idle(self._config.shutdown_timeout)
+        self._client.fail_all(EngineDeadError("the server is shutting down"))
+        self._http.should_exit = True
+
+    def _on_engine_death(self) -> None:
+        self._exit_code = 1
+        if self._ending is None:
+            logger.error("the engine is gone; ending in %g s", DEAD_ENGINE_GRACE_SECONDS)
+            self._ending = asyncio.create_task(self._end_later())
+
+    async def _end_later(self) -> None:
+        assert self._http is not None
+        await asyncio.sleep(DEAD_ENGINE_GRACE_SECONDS)
+        self._http.should_exit = True
+
+
+class _Http(uvicorn.Server):
+    """Without uvicorn's own signal handlers, which would refuse connections at once and change the exit code."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, then say where."""
+        await super().startup(sockets)
+        assert sockets
+        logger.info("serving on %s", _url(self.config, sockets[0]))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _log_statistics(metrics: Metrics) -> None:
+    while True:
+        await asyncio.sleep(STATISTICS_SECONDS)
+        line = metrics.log_line(time.monotonic())
+        if line is not None:
+            logger.info("%s", line)
+
+
+def _listener(config: ServerConfig) -> socket.socket:
+    """A socket bound to the address: a taken port shows before the model loads, and no one else can take it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {config.host} is not an address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        hint = "choose another --port" if error.errno == errno.EADDRINUSE else "choose another --host or --port"
+        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror}; {hint}") from None
+    return listener
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    """Find a bad certificate before the model loads; uvicorn reads it only after."""
+    if config.ssl_certfile is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:
+            raise ConfigError("--ssl-certfile and --ssl-keyfile cannot be used together: "
+                              f"{error.strerror or type(error).__name__}") from None
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} is not a JSON object; correct it, or remove it")
+    return content
+
+
+def _url(config: uvicorn.Config, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if config.is_ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _raise_file_limit() -> int:
+    """Raise the number of files that may be open as far as allowed, and return it: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return 2**20 if soft == resource.RLIM_INFINITY else soft
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
