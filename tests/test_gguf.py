@@ -18,11 +18,9 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.config import DEFAULT_MODEL
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.gguf import GgufFile
-from jaxpaged.loading.hub import resolve_model
 from tests.tiny_gguf import CONFIG, add_value, finish, random_weights, write_gguf
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K,
@@ -386,16 +384,11 @@ def test_an_unknown_tensor_keeps_its_name(tmp_path: Path) -> None:
 # The embedded default.
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    return resolve_model(DEFAULT_MODEL)
-
-
-def test_the_real_header_equals_the_packages_and_opens_quickly(smollm2: Path) -> None:
+def test_the_real_header_equals_the_packages_and_opens_quickly(smollm2_path: Path) -> None:
     start = time.process_time()
-    file = GgufFile(smollm2)
+    file = GgufFile(smollm2_path)
     assert time.process_time() - start < 0.5
-    reader = gguf.GGUFReader(smollm2)
+    reader = gguf.GGUFReader(smollm2_path)
     for key, field in reader.fields.items():
         if not key.startswith("GGUF."):
             assert file.metadata[key] == field.contents(), key
@@ -407,12 +400,12 @@ def test_the_real_header_equals_the_packages_and_opens_quickly(smollm2: Path) ->
 
 
 @pytest.mark.slow
-def test_the_real_weights_equal_transformers(smollm2: Path) -> None:
+def test_the_real_weights_equal_transformers(smollm2_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the reference, transformers, needs torch")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
-    checkpoint = open_checkpoint(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
+    checkpoint = open_checkpoint(smollm2_path)
     reference = model.state_dict()
     assert checkpoint.names() == set(reference) - {"lm_head.weight"}
     for name in checkpoint.names():

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpaged.config import DEFAULT_MODEL
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxpaged.loading.hub import resolve_model
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.weight_rules import WeightRule, as_is, transposed
@@ -202,7 +200,7 @@ def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         assert out == "" and ("Loading weights: 100%" in err) == progress
 
 
-def test_smollm2_loads_within_its_budget() -> None:
+def test_smollm2_loads_within_its_budget(smollm2_path: Path) -> None:
     """From the file to ready weights: under 5 seconds, and under twice the weights in peak memory."""
     script = """
         import json, sys, time
@@ -224,7 +222,7 @@ def test_smollm2_loads_within_its_budget() -> None:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         print(json.dumps({"seconds": seconds, "growth": peak() - before, "size": size}))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(resolve_model(DEFAULT_MODEL))],
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(smollm2_path)],
                           capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["size"] == 134_515_008 * 4

@@ -73,7 +73,7 @@ def load_params(
     tasks = _plan(shapes, rules, checkpoint, num_layers, [*ignored, *(["lm_head.weight"] if tied else [])])
     # The largest first, so that the threads finish together.
     tasks.sort(key=lambda task: -math.prod(task.shape))
-    place = place or _on_default_device
+    place = place or jax.device_put
     params: dict[Any, Any] = {}
     total = sum(math.prod(task.shape) for task in tasks) * target.itemsize
     with (
@@ -146,7 +146,7 @@ def _load(checkpoint: Checkpoint, task: _Task, dtype: np.dtype, place: Place) ->
     else:
         param = _aligned_zeros(task.shape, dtype, "C")
         param[...] = task.transform(checkpoint.read(task.tensor))
-    return place(param)
+    return jax.block_until_ready(place(param))  # waiting bounds the host arrays that copies are still reading
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype, order: Literal["C", "F"]) -> np.ndarray:
@@ -161,11 +161,6 @@ def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...
         return transform(np.broadcast_to(np.float32(0), shape)).shape
     except ValueError:  # a reshape that cannot work
         return None
-
-
-def _on_default_device(array: np.ndarray) -> jax.Array:
-    # Waiting bounds the number of host arrays in flight.
-    return jax.block_until_ready(jax.device_put(array))
 
 
 def _leaves(tree: Mapping[Any, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
