@@ -159,7 +159,7 @@ class InputProcessor:
         """Refuse, before any work is done on it, a text that cannot fit whatever its tokens are."""
         if self._max_chars is not None and count > self._max_chars:
             raise ContextLengthError(
-                f"the prompt has {count} characters, more than the {self._max_model_len} tokens of this model's longest "
+                f"the prompt has {count} characters, more than the {self._max_model_len} tokens of the longest "
                 "context can hold; shorten it", param=param, code=_CODE)
 
     def _check_room(self, prompt_tokens: int, param: str) -> None:
