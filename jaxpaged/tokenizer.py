@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -258,7 +258,7 @@ class _StandIns:
             return value
         if isinstance(value, str):
             return self._pattern.sub(lambda found: self._of[found[0]], value)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.hide(item) for item in value]
@@ -350,7 +350,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _strings_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _strings_in(key)
             yield from _strings_in(item)

@@ -185,8 +185,8 @@ def test_sentencepiece_equals_transformers() -> None:
     names = {"tokenizer.ggml.tokens": "tokens", "tokenizer.ggml.scores": "scores", "tokenizer.ggml.model":
              "tokenizer_type", "tokenizer.ggml.token_type": "token_type"}
     theirs, _ = mapping.convert_gguf_tokenizer("phi3", {name: metadata[key] for key, name in names.items()})
-    for text in ("hello world", "  hello  the world ", "the", "日本 é 你 !?", "a<think>b", "the\nworld", " ", "hellothe",
-                 "</s>the"):
+    for text in ("hello world", "  hello  the world ", "the", "日本 é 你 !?", "a<think>b", "the\nworld", " ",
+                 "hellothe", "</s>the"):
         assert SENTENCEPIECE.encode(text, False) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
