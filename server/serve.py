@@ -34,7 +34,7 @@ from jaxpaged.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 # Long enough for a load balancer's health check to see the 503 before connections are refused.
-DEAD_ENGINE_GRACE_SECONDS = 15.0
+DEAD_ENGINE_GRACE_SECONDS = 10.0
 STATISTICS_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 65  # longer than the pools of usual clients and proxies, so that they close first
 CLOSE_SECONDS = 5  # for responses that are complete but not yet read, and for the engine to end

@@ -1,0 +1,421 @@
+"""The server as its users meet it: the embedded model, OpenAI's client library, and whatever else comes over HTTP."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxpaged.config import DEFAULT_MODEL
+from jaxpaged.loading.hub import resolve_model
+from jaxpaged.tokenizer import Tokenizer, load_tokenizer
+from tests.live_server import LiveServer
+
+CONTEXT = 8192
+STORY = "Once upon a time"
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+EMOJI = [{"role": "user", "content": "Repeat exactly: 🎉🎊 naïve café 你好 🚀"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer(tmp_path_factory.mktemp("server") / "log") as live:
+        yield live.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0, timeout=120) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model(DEFAULT_MODEL))
+
+
+@pytest.fixture(autouse=True)
+def still_serving(server: LiveServer) -> Iterator[None]:
+    """Whatever a test does, the server goes on and gives everything back."""
+    yield
+    server.wait_idle()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def read_events(lines: Iterator[str]) -> list[dict[str, Any]]:
+    """The events of a stream, which must end with exactly one [DONE]."""
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+    return [json.loads(event) for event in events[:-1]]
+
+
+def stream(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return read_events(response.iter_lines())
+
+
+def joined(events: list[dict[str, Any]]) -> dict[int, tuple[str, str, Any]]:
+    """Choice index -> text, finish reason, stop reason; each choice ends once, and nothing follows its end."""
+    found: dict[int, tuple[str, str, Any]] = {}
+    for event in events:
+        for choice in event["choices"]:
+            text, finish, _ = found.get(choice["index"], ("", None, None))
+            assert finish is None
+            news = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] = text + news, choice["finish_reason"], choice.get("stop_reason")
+    assert all(finish is not None for _, finish, _ in found.values())
+    return found
+
+
+def post(http: httpx.Client, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def refused(response: httpx.Response, status: int = 400, param: str | None = None, code: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert (body["error"]["param"], body["error"]["code"]) == (param, code)
+    message: str = body["error"]["message"]
+    assert 0 < len(message) < 300
+    return message
+
+
+# What users do
+
+
+def test_the_client_of_the_articles(client: openai.OpenAI) -> None:
+    [model] = client.models.list().data
+    assert model.id == DEFAULT_MODEL
+    assert model.model_dump()["max_model_len"] == CONTEXT
+    assert client.models.retrieve(DEFAULT_MODEL).id == DEFAULT_MODEL
+    answer = client.completions.create(model=DEFAULT_MODEL, prompt="The capital of France is", max_tokens=8,
+                                       temperature=0)
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 8, 13)
+
+
+def test_chat_with_the_client(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+    answer = client.chat.completions.create(**arguments)
+    assert answer.choices[0].message.role == "assistant"
+    assert "Paris" in (answer.choices[0].message.content or "")
+    chunks = list(client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == answer.choices[0].message.content
+    assert [chunk.choices[0].delta.role for chunk in chunks[:-1]] == ["assistant"] + [None] * (len(chunks) - 2)
+    assert chunks[-1].usage == answer.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": STORY, "max_tokens": 24}),
+    ("/v1/completions", {"prompt": STORY, "max_tokens": 40, "stop": [",", " a girl"]}),
+    ("/v1/completions", {"prompt": STORY, "max_tokens": 40, "stop": ",", "include_stop_str_in_output": True}),
+    ("/v1/completions", {"prompt": STORY, "max_tokens": 12, "stop": "this never comes"}),
+    ("/v1/completions", {"prompt": STORY, "max_tokens": 40, "stop_token_ids": [28, 30]}),
+    ("/v1/completions", {"prompt": [STORY, "The sea is"], "max_tokens": 6, "n": 2}),
+    ("/v1/completions", {"prompt": [[504, 3575], [28]], "max_tokens": 6}),
+    ("/v1/completions", {"prompt": STORY, "max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 7, "n": 3}),
+    ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 40}),
+    ("/v1/chat/completions", {"messages": EMOJI, "max_tokens": 40}),
+    ("/v1/chat/completions", {"messages": EMOJI, "max_completion_tokens": 7, "n": 2}),
+])
+def test_a_stream_says_the_same_as_the_whole_answer(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    body = {"temperature": 0, **body}
+    whole = post(http, path, **body)
+    events = stream(http, path, **body, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == [] and events[-1]["usage"] == whole["usage"]
+    assert all("usage" not in event for event in events[:-1])
+    assert joined(events[:-1]) == {
+        choice["index"]: (choice.get("text", choice.get("message", {}).get("content")), choice["finish_reason"],
+                          choice["stop_reason"]) for choice in whole["choices"]}
+    indices = [choice["index"] for choice in whole["choices"]]
+    prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    assert indices == list(range(prompts * body.get("n", 1)))
+    assert not any("�" in str(event) for event in events)
+    for plain in ({}, {"stream_options": None}, {"stream_options": {"include_usage": False}}):
+        assert all("usage" not in event for event in stream(http, path, **{**body, "max_tokens": 1, **plain}))
+
+
+def test_chat_chunks_open_with_the_role_and_close_with_an_empty_delta(http: httpx.Client) -> None:
+    events = stream(http, "/v1/chat/completions", messages=QUESTION, max_tokens=5, n=2, temperature=0)
+    for index in range(2):
+        deltas = [choice["delta"] for event in events for choice in event["choices"] if choice["index"] == index]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert deltas[-1] == {}
+        assert all(set(delta) == {"content"} and delta["content"] for delta in deltas[1:-1])
+
+
+def test_usage_counts_tokens(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    prompts = ["Hello, world! 你好", "A"]
+    answer = post(http, prompt=prompts, n=2, max_tokens=5, ignore_eos=True, return_token_ids=True)
+    expected = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert answer["usage"] == {"prompt_tokens": expected, "completion_tokens": 20, "total_tokens": expected + 20,
+                               "prompt_tokens_details": {"cached_tokens": 0}}
+    for choice in answer["choices"]:
+        assert choice["text"] == tokenizer.decode(choice["token_ids"])
+        assert choice["prompt_token_ids"] == tokenizer.encode(prompts[choice["index"] // 2])
+
+
+def test_a_text_and_its_ids_are_the_same_prompt(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    by_text = post(http, prompt=STORY, max_tokens=8, temperature=0)
+    by_ids = post(http, prompt=tokenizer.encode(STORY), max_tokens=8, temperature=0)
+    assert by_text["choices"] == by_ids["choices"] and by_text["usage"] == by_ids["usage"]
+
+
+def test_a_chat_is_its_rendered_prompt(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    _, ids = tokenizer.apply_chat_template(QUESTION)
+    chat = post(http, "/v1/chat/completions", messages=QUESTION, max_tokens=12, temperature=0)
+    plain = post(http, prompt=ids, max_tokens=12, temperature=0)
+    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
+    again = post(http, "/v1/chat/completions", messages=parts, max_tokens=12, temperature=0)
+    assert again["choices"] == chat["choices"]
+
+
+def test_defaults_of_max_tokens(http: httpx.Client) -> None:
+    assert post(http, prompt=STORY, ignore_eos=True)["usage"]["completion_tokens"] == 16
+    answer = post(http, "/v1/chat/completions", messages=QUESTION, temperature=0)  # goes on until the model ends
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert all(event["choices"][0]["finish_reason"] != "" for event in stream(http, "/v1/completions", prompt=STORY))
+
+
+def test_null_is_absent(http: httpx.Client) -> None:
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("temperature", "n", "stop", "stream", "seed", "logprobs", "suffix", "best_of", "user"))
+    assert post(http, prompt=STORY, max_tokens=2, **nothing)["usage"]["completion_tokens"] == 2
+
+
+def test_a_seed_gives_the_same_text_again(http: httpx.Client) -> None:
+    texts = [[choice["text"] for choice in post(http, prompt=STORY, max_tokens=12, n=3, seed=seed)["choices"]]
+             for seed in (1, 1, 2, None, None)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[0])) == 3 and texts[3] != texts[4]
+
+
+def test_many_streams_at_once_are_each_complete(http: httpx.Client, server: LiveServer, tokenizer: Tokenizer) -> None:
+    def run(number: int) -> None:
+        events = stream(http, "/v1/completions", prompt=[number + 1000] * (number + 1), max_tokens=10 + number,
+                        seed=number, ignore_eos=True, stream_options={"include_usage": True}, return_token_ids=True)
+        ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids", [])]
+        assert events[-1]["usage"]["completion_tokens"] == len(ids) == 10 + number
+        assert events[-1]["usage"]["prompt_tokens"] == number + 1
+        assert joined(events)[0][:2] == (tokenizer.decode(ids), "length")
+
+    with ThreadPoolExecutor(24) as threads:
+        list(threads.map(run, range(24)))
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_is_no_json_object(http: httpx.Client, path: str, body: bytes) -> None:
+    assert "JSON" in refused(http.post(path, content=body, headers={"content-type": "application/json"}))
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"),
+    ({"prompt": [""]}, "prompt"), ({"prompt": ["a", ""]}, "prompt"), ({"prompt": [[]]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"), ({"prompt": 3}, "prompt"), ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": ["a", 1]}, "prompt"), ({"prompt": [[[1]]]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"), ({"prompt": [10**6]}, "prompt"), ({"prompt": [True]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"), ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "n": 129}, "n"),
+    ({"prompt": ["a"] * 2000}, "n"), ({"prompt": "a", "stop": [""]}, "stop"),
+    ({"prompt": "a", "stream": True, "top_k": 1.5}, "top_k"), ({"prompt": "a", "logprobs": 3}, "logprobs"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options"), ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "presence_penalty": 1}, "presence_penalty"), ({"prompt": "a", "top_p": "1"}, "top_p"),
+])
+def test_completion_requests_that_cannot_work(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+    refused(http.post("/v1/completions", json=body), param=param)
+    refused(http.post("/v1/completions", json={**body, "stream": True} if "stream_options" not in body else body),
+            param=param)
+
+
+@pytest.mark.parametrize("messages", [
+    None, [], "hello", [1], [{}], [{"role": 3, "content": "x"}], [{"role": "wizard", "content": "x"}],
+    [{"role": "user"}], [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "image_url"}]}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+])
+def test_chats_that_cannot_work(http: httpx.Client, messages: Any) -> None:
+    refused(http.post("/v1/chat/completions", json={"messages": messages}), param="messages")
+
+
+def test_empty_content_is_fine(http: httpx.Client) -> None:
+    post(http, "/v1/chat/completions", messages=[{"role": "user", "content": ""}], max_tokens=1)
+
+
+def test_context_limits_are_exact(http: httpx.Client) -> None:
+    code = "context_length_exceeded"
+    for body, param in (({"prompt": [28] * CONTEXT}, "prompt"), ({"prompt": [28] * (CONTEXT + 1)}, "prompt"),
+                        ({"prompt": "hello " * 50_000}, "prompt"), ({"prompt": [28], "max_tokens": CONTEXT},
+                                                                    "max_tokens")):
+        message = refused(http.post("/v1/completions", json={"max_tokens": 1, **body}), param=param, code=code)
+        assert str(CONTEXT) in message
+    chat = [{"role": "user", "content": "hello " * 50_000}]
+    refused(http.post("/v1/chat/completions", json={"messages": chat}), param="messages", code=code)
+    response = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x" * 7_000_000}]})
+    refused(response, param="messages", code=code)
+    # as long as it gets: begins, so the numbers are accepted
+    with http.stream("POST", "/v1/completions", json={"prompt": [28], "max_tokens": CONTEXT - 1,
+                                                      "stream": True}) as response:
+        assert response.status_code == 200
+
+
+def test_models_routes_and_methods(http: httpx.Client) -> None:
+    body = {"model": "gpt-7", "prompt": "a"}
+    assert "gpt-7" not in refused(http.post("/v1/completions", json=body), 404, "model", "model_not_found")
+    refused(http.get("/v1/models/gpt-7"), 404, "model", "model_not_found")
+    refused(http.get("/nothing/here"), 404)
+    refused(http.get("/v1/completions"), 405)
+    refused(http.delete("/v1/models"), 405)
+    refused(http.post("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"}), 415)
+    refused(http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}), 415)
+    for path in ("/v1/embeddings", "/tokenize", "/detokenize"):
+        assert "not supported yet" in refused(http.post(path, json={}), 404, code="not_supported")
+    assert http.get("/ping").status_code == http.head("/health").status_code == 200
+    assert http.get("/version").json() == {"version": "0.1.0"}
+    assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
+    assert http.get("/docs").status_code == 200
+
+
+def test_large_bodies_are_refused_early(server: LiveServer, http: httpx.Client) -> None:
+    limit = 8 * 2**20
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(3 * limit // 65536):
+            yield b" " * 65536
+
+    refused(http.post("/v1/completions", content=endless(), headers={"content-type": "application/json"}), 413)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:  # announced, never sent
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    b"content-length: 99999999999\r\n\r\n")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 413")
+    with socket.create_connection((host, int(port)), timeout=10) as raw, pytest.raises(OSError):
+        raw.sendall(b"GET /health HTTP/1.1\r\n")
+        while True:  # a head without end
+            raw.sendall(b"x: " + b"y" * 1000 + b"\r\n")
+            time.sleep(0.0005)
+
+
+def test_request_ids(http: httpx.Client) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "my-id"})
+    assert response.headers["x-request-id"] == "my-id" and response.json()["id"] == "cmpl-my-id"
+    assert "x-request-id" not in http.get("/health").headers
+    assert http.get("/nothing", headers={"X-Request-Id": "other"}).headers["x-request-id"] == "other"
+    body = {"messages": QUESTION, "max_tokens": 1, "request_id": "mine"}
+    ids = []
+    with ThreadPoolExecutor(4) as threads:  # the same id at the same time is no trouble
+        for answer in threads.map(lambda _: http.post("/v1/chat/completions", json=body), range(4)):
+            ids.append(answer.json()["id"])
+    assert ids == ["chatcmpl-mine"] * 4
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.5])
+def test_a_client_that_leaves_stops_its_requests(server: LiveServer, streamed: bool, after: float) -> None:
+    before = server.metrics()
+    body = json.dumps({"prompt": [[28] * 300, [30]], "n": 2, "max_tokens": 4000, "ignore_eos": True,
+                       "stream": streamed}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    b"content-length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(after)
+        if after > 0.1:
+            server.wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 4, 10)
+    time.sleep(0.1)  # the server may not have read the request yet
+    server.wait_idle(2)
+    after_all = server.metrics()
+    aborted = "vllm:request_success_total abort"
+    assert after_all[aborted] - before[aborted] in ((0, 2) if after < 0.1 else (2,))
+
+
+def test_clients_that_leave_do_not_disturb_others(server: LiveServer, http: httpx.Client) -> None:
+    alone = post(http, prompt=STORY, max_tokens=30, temperature=0)
+
+    def leave(number: int) -> None:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={
+                "prompt": [number + 500] * 20, "max_tokens": 1000, "stream": True}, timeout=60) as response:
+            for _, _ in zip(response.iter_lines(), range(number), strict=False):
+                pass
+
+    leavers = [threading.Thread(target=leave, args=(number,)) for number in range(8)]
+    for thread in leavers:
+        thread.start()
+    events = stream(http, "/v1/completions", prompt=STORY, max_tokens=30, temperature=0,
+                    stream_options={"include_usage": True})
+    for thread in leavers:
+        thread.join()
+    assert events[-1]["usage"] == alone["usage"]
+    # the text may differ from a near-tie on; how it begins does not
+    assert joined(events)[0][0][:10] == alone["choices"][0]["text"][:10]
+
+
+# What operators read
+
+
+def test_metrics_agree_with_usage(server: LiveServer, http: httpx.Client) -> None:
+    response = http.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    assert families["vllm:generation_tokens"].type == "counter"
+    assert families["vllm:cache_config_info"].samples[0].labels["block_size"] == "16"
+    assert all(sample.labels["model_name"] == DEFAULT_MODEL for name in families if name.startswith("vllm:")
+               for sample in families[name].samples)
+    before = server.metrics()
+    usages = [post(http, prompt=["a", "b c d"], n=2, max_tokens=7, ignore_eos=True)["usage"],
+              post(http, prompt=STORY, stop=",", max_tokens=40, temperature=0)["usage"]]
+    events = stream(http, "/v1/completions", prompt=STORY, max_tokens=3, stream_options={"include_usage": True})
+    usages.append(events[-1]["usage"])
+    after = server.metrics()
+
+    def gained(name: str) -> float:
+        return after[name] - before[name]
+
+    assert gained("vllm:prompt_tokens_total") == sum(item["prompt_tokens"] for item in usages)
+    assert gained("vllm:generation_tokens_total") == sum(item["completion_tokens"] for item in usages)
+    assert gained("vllm:request_success_total length") == 3 and gained("vllm:request_success_total stop") == 1
+    assert gained("vllm:e2e_request_latency_seconds_count") == 4
+    assert gained("vllm:time_to_first_token_seconds_count") == 4
+    assert gained("vllm:request_params_n_sum") == 6
+    assert gained("jaxpaged:compilations_total") == 0
+    assert after["vllm:time_per_output_token_seconds_count"] == after["vllm:inter_token_latency_seconds_count"]
+    assert all(value >= before[name] for name, value in after.items() if name.endswith(("_total", "_count", "_sum")))
+
+
+def test_the_log_tells_what_was_loaded_and_never_what_was_said(server: LiveServer, http: httpx.Client) -> None:
+    post(http, prompt="my secret words", max_tokens=1, frobnicate="another secret")
+    refused(http.post("/v1/completions", json={"prompt": "my secret words", "temperature": "top secret"}),
+            param="temperature")
+    log = server.log
+    assert f"loading {DEFAULT_MODEL}" in log and "KV blocks" in log and "programs" in log
+    assert log.count("frobnicate") == 1
+    assert "secret" not in log
+    assert "Traceback" not in log
