@@ -4,7 +4,8 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ContextLengthError, RequestError
@@ -107,6 +108,14 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             compilations=self._runner.num_compiled,
         )
+
+    def update_weights(self, params: Mapping[Any, Any]) -> None:
+        """Use other weights from the next step on.
+
+        Raises:
+            ConfigError: the tree, a shape or a dtype is not that of the loaded weights.
+        """
+        self._runner.replace_params(params)
 
     def check_integrity(self) -> None:
         """Assert that the books on blocks, slots and queues agree."""

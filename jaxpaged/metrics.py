@@ -204,6 +204,16 @@ class Metrics:
         """All metrics as values."""
         return [value for family in self.registry.collect() for value in _values_of(family)]
 
+    def values(self) -> dict[str, float]:
+        """Every metric by name, a histogram as name_sum and name_count; labels beyond the engine's own are added up."""
+        values: dict[str, float] = {}
+        for metric in self.snapshot():
+            parts = ({metric.name: metric.value} if metric.count is None else
+                     {f"{metric.name}_sum": metric.value, f"{metric.name}_count": float(metric.count)})
+            for name, value in parts.items():
+                values[name] = values.get(name, 0.0) + value
+        return values
+
     def log_line(self, now: float) -> str | None:
         """A line about the time since the last call, or None if nothing happened and nothing is under way."""
         then, prompt, generated = self._last_log

@@ -111,17 +111,21 @@ class OutputProcessor:
         self._requests[request_id] = request
         return ids
 
+    def sequences(self, request_id: str) -> tuple[str, ...]:
+        """The ids of a running request's sequences that have not ended; none for an unknown request."""
+        request = self._requests.get(request_id)
+        choices = request.choices if request is not None else []
+        return tuple(choice.sequence_id for choice in choices if choice.finish_reason is None)
+
     def abort(self, request_id: str) -> list[str]:
         """Forget a request; an unknown or finished one is ignored.
 
         Returns:
             The ids of its sequences that the engine should stop.
         """
-        request = self._requests.get(request_id)
-        if request is None:
-            return []
-        running = [choice.sequence_id for choice in request.choices if choice.finish_reason is None]
-        self._forget(request)
+        running = list(self.sequences(request_id))
+        if request_id in self._requests:
+            self._forget(self._requests[request_id])
         return running
 
     def process(self, deltas: Iterable[TokenDelta], now: float | None = None) -> ProcessedOutputs:

@@ -1,11 +1,14 @@
 """Runs scheduled steps on the device; owns the weights, the pools and the slots' state there."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.errors import ConfigError
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.programs import ADMIT_SIZES, Params, ProgramSet, StepShape
 from jaxpaged.execution.sampler import empty_state, state_of
@@ -79,9 +82,18 @@ class ModelRunner:
             )
         return StepInFlight(step, size, ids)
 
-    def replace_params(self, params: Params) -> None:
-        """Use other weights of the same shapes from the next step on."""
-        self._params = params
+    def replace_params(self, params: Mapping[Any, Any]) -> None:
+        """Use other weights from the next step on.
+
+        Raises:
+            ConfigError: the tree, a shape or a dtype differs from the loaded weights'.
+        """
+        def shapes(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype)), tree)
+
+        if shapes(params) != shapes(self._params):
+            raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
+        self._params = dict(params)
 
     def _admit(self, requests: list[tuple[EngineRequest, int]]) -> None:
         size = next(size for size in ADMIT_SIZES if size >= len(requests))

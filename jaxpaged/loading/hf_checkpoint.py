@@ -37,8 +37,7 @@ class HfCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = _read_json(path / "config.json")
-        generation = path / "generation_config.json"
-        self.generation_config = _read_json(generation) if generation.exists() else {}
+        self.generation_config = read_generation_config(path)
         self._sources = _with_prefix(_find_tensors(path))
         self._settle_head()
 
@@ -111,6 +110,16 @@ def _with_prefix(sources: dict[str, _Source]) -> dict[str, _Source]:
     if _EMBEDDING.removeprefix("model.") not in sources:
         return sources
     return {name if name == _HEAD else f"model.{name}": item for name, item in sources.items()}
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """generation_config.json of a model's directory; empty where there is none, as for a .gguf file.
+
+    Raises:
+        CheckpointError: it is not a JSON object.
+    """
+    file = path / "generation_config.json"
+    return _read_json(file) if file.exists() else {}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,0 +1,269 @@
+"""Offline use: `LLM` and `generate`, with the engine in the caller's process."""
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from jaxpaged.config import DEFAULT_MODEL, EngineConfig
+from jaxpaged.engine import Engine
+from jaxpaged.errors import ConfigError, NotSupportedError, RequestError
+from jaxpaged.front import Front
+from jaxpaged.input_processor import ProcessedRequest
+from jaxpaged.messages import EngineInfo
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.startup import InMemoryModel
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+def print_line(line: str) -> None:
+    """Show a start-up line to the user without touching what the program prints."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def in_memory_model(model: Any) -> InMemoryModel | None:
+    """A (module, params) pair as a model in memory; None for anything that names files.
+
+    Raises:
+        ConfigError: a pair of something else.
+    """
+    if isinstance(model, str):
+        return None
+    from jaxpaged.models.transformer import Transformer
+
+    if not isinstance(model, tuple) or len(model) != 2 or not isinstance(model[0], Transformer):
+        raise ConfigError("model must be a name, a path, or a pair of a jaxpaged Transformer module and its params")
+    return InMemoryModel(*model)
+
+
+class LLM:
+    """A loaded model and its engine, for batches of prompts. Belongs to one thread.
+
+    Args:
+        model: a directory, a .gguf file, a hub id, nothing for the embedded default, or a (module, params) pair of a
+            `jaxpaged.models` module and the pure dict of its parameters, which are used where they are.
+        engine_args: any field of `EngineConfig`; they are the server's flags with underscores.
+
+    Raises:
+        ConfigError, CheckpointError: with what to change.
+    """
+
+    def __init__(self, model: Any = DEFAULT_MODEL, **engine_args: Any) -> None:
+        in_memory = in_memory_model(model)
+        name = "in-memory" if in_memory else model
+        config = EngineConfig.from_kwargs(model=name, **engine_args)
+        self._engine: Engine | None = Engine(config, print_line, model=in_memory)
+        self.info: EngineInfo = self._engine.info
+        self._front = Front(config, self.info, has_files=in_memory is None)
+        self._ordinals = itertools.count()
+        print_line(self.info.summary())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at once.
+
+        Args:
+            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
+            sampling_params: one for all, one for each, or None for the model's defaults.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or a parameter cannot be used; nothing has run then.
+        """
+        return self._run([(prompt, True) for prompt in _batch(prompts)], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        prompts = [
+            self._front.inputs.render_chat(
+                conversation, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs else None)
+            for conversation in ([messages] if one else messages)
+        ]
+        return self._run([(prompt, False) for prompt in prompts], sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self._front.needed_tokenizer.hf
+
+    def get_metrics(self) -> dict[str, float]:
+        """Metrics by name, as the server's /metrics spells them; histograms as name_sum and name_count.
+
+        Beside them `jaxpaged:kv_internal_fragmentation_ratio_mean`, the mean over all steps so far.
+        """
+        engine = self._live_engine()
+        stats = engine.stats()
+        self._front.metrics.record_stats(dataclasses.replace(stats, step_seconds=(), step_tokens=()))
+        values = self._front.metrics.values()
+        held = stats.kv_slots_held_sum
+        values["jaxpaged:kv_internal_fragmentation_ratio_mean"] = stats.kv_slots_empty_sum / held if held else 0.0
+        return values
+
+    def update_weights(self, params: Mapping[Any, Any]) -> None:
+        """Use other weights of the same shapes and dtypes from the next request on.
+
+        Raises:
+            ConfigError: the tree, a shape or a dtype differs.
+        """
+        self._live_engine().update_weights(params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; there are none yet, so this always succeeds."""
+        return True
+
+    def beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported yet."""
+        raise NotSupportedError("beam_search is not supported yet")
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported yet."""
+        raise NotSupportedError("embed is not supported yet")
+
+    def shutdown(self) -> None:
+        """Free the model and the KV pool; the LLM cannot be used any more."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _live_engine(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("this LLM has been shut down; make a new one")
+        return self._engine
+
+    def _run(
+        self,
+        prompts: list[tuple[Prompt, bool]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        engine = self._live_engine()
+        requests = [
+            self._front.inputs.process(f"request-{next(self._ordinals)}", prompt, _final_only(params),
+                                       add_special_tokens=add_special_tokens)
+            for (prompt, add_special_tokens), params in zip(prompts, _spread(sampling_params, len(prompts)),
+                                                            strict=True)
+        ]
+        for request in requests:
+            self._front.begin(request)
+            for sequence in request.sequences:
+                engine.add_request(sequence)
+        try:
+            finished = self._finish_all(engine, requests, use_tqdm)
+        except BaseException:  # an interrupt, for instance: leave nothing running
+            for request in requests:
+                engine.abort(self._front.abort(request.request_id, time.monotonic()))
+            raise
+        return [finished[request.request_id] for request in requests]
+
+    def _finish_all(
+        self, engine: Engine, requests: Iterable[ProcessedRequest], use_tqdm: bool
+    ) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        total = len(list(requests))
+        with tqdm(total=total, desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+            tokens = 0
+            while engine.has_work():
+                done = self._front.process(engine.step(), time.monotonic())
+                engine.abort(done.to_abort)
+                for output in done.outputs:
+                    if output.finished:
+                        finished[output.request_id] = output
+                        tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                        bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                        bar.update()
+        return finished
+
+
+def generate(
+    model: Any,
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    engine_args: Mapping[str, Any] | None = None,
+    use_tqdm: bool = True,
+    **sampling: Any,
+) -> list[RequestOutput]:
+    """Complete prompts with a model in one call.
+
+    Args:
+        model: whatever `LLM` takes, or an `LLM`, which is then used as it is and kept.
+        prompts: see `LLM.generate`.
+        sampling_params: one for all or one for each; or give fields of `SamplingParams` as keywords.
+        engine_args: keyword arguments for `LLM`.
+
+    Returns:
+        One output per prompt, in their order.
+    """
+    if sampling:
+        if sampling_params is not None:
+            raise RequestError("give sampling_params or keywords, not both", param="sampling_params")
+        sampling_params = _params_from(sampling)
+    if isinstance(model, LLM):
+        return model.generate(prompts, sampling_params, use_tqdm)
+    with LLM(model, **(engine_args or {})) as llm:
+        return llm.generate(prompts, sampling_params, use_tqdm)
+
+
+def _params_from(sampling: Mapping[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**sampling)
+    except TypeError as error:
+        known = [item.name for item in dataclasses.fields(SamplingParams)]
+        unknown = next((name for name in sampling if name not in known), None)
+        if unknown is None:
+            raise
+        raise RequestError(f"unknown sampling parameter {unknown}", param=unknown) from error
+
+
+def _batch(prompts: Any) -> list[Prompt]:
+    one = isinstance(prompts, (str, Mapping)) or (
+        isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts))
+    return [prompts] if one else list(prompts)
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all or one for each",
+                           param="sampling_params")
+    return list(params)
+
+
+def _final_only(params: SamplingParams | None) -> SamplingParams | None:
+    # Nobody sees a batch's outputs before they are complete.
+    return params and dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
