@@ -24,6 +24,7 @@ from bench.common import (
     generate,
     print_table,
     read_workload,
+    short_jobs,
     synthetic_workload,
     write_json,
 )
@@ -33,7 +34,7 @@ def read_weights_s(llm: Any, repeat: int = 20) -> float:
     """Least time in seconds to read the engine's weights once."""
     import jax
 
-    weights = [leaf.ravel() for leaf in jax.tree.leaves(llm.params)]
+    weights = [leaf.ravel() for leaf in jax.tree.leaves(llm._engine._runner._params)]  # nothing public hands them out
     # Sums of several parts, since XLA on a CPU keeps the sum of a whole array on one core.
     parts = [8 if leaf.size % 8 == 0 else 1 for leaf in weights]
 
@@ -71,7 +72,7 @@ def main() -> None:
 
     first, each, whole, floors = [], [], [], []
     with jaxpaged.LLM(**engine) as llm:
-        generate(llm, [Job(job.prompt, 2)])
+        generate(llm, short_jobs([job], 1))
         for _ in range(args.repeat):
             if args.read_weights:
                 floors.append(read_weights_s(llm))

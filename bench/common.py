@@ -101,6 +101,11 @@ def generate(llm: Any, jobs: Sequence[Job]) -> list[Any]:
     return list(llm.generate(prompts, [greedy(job) for job in jobs], use_tqdm=False))
 
 
+def short_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
+    """Small jobs like the first ones, to run once before the clock starts."""
+    return [Job(job.prompt[:32], 4) for job in jobs[:count]]
+
+
 def static_batches(jobs: Sequence[Job], size: int) -> list[list[int]]:
     """Indices of the jobs in batches for an engine whose batch runs until its longest output is done.
 

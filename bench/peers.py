@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.common import Job, Workload, engine_arguments, generate, read_workload, static_batches
+from bench.common import Job, Workload, engine_arguments, generate, read_workload, short_jobs, static_batches
 
 Ids = list[list[int]]
 
@@ -185,7 +185,7 @@ def measure(engine: str, workload: Workload, setting: Setting) -> Run:
     begin = time.perf_counter()
     with ENGINES[engine][0](setting) as run:
         load = time.perf_counter() - begin
-        run([Job(job.prompt[:32], 4) for job in workload.jobs[: setting.batch]])
+        run(short_jobs(workload.jobs, setting.batch))
         begin = time.perf_counter()
         ids = run(workload.jobs)
         elapsed = time.perf_counter() - begin
