@@ -95,9 +95,9 @@ class LiveServer:
                 for family in text_string_to_metric_families(text) for sample in family.samples
                 if "le" not in sample.labels}
 
-    def wait_idle(self, timeout: float = 2) -> None:
+    def wait_idle(self, timeout: float) -> None:
         """Wait until the engine runs nothing and holds no block."""
-        self.wait_for(lambda: self.is_idle(), timeout)
+        self.wait_for(self.is_idle, timeout)
 
     def is_idle(self) -> bool:
         """Whether the engine runs nothing and holds no block."""

@@ -183,7 +183,7 @@ def strict(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
     """One server with a key and tight limits."""
     with LiveServer(tmp_path_factory.mktemp("strict") / "log", str(model), *SMALL, "--api-key", "sesame", "other key",
                     "--max-waiting-requests", "2", "--max-request-bytes", "20000", "--root-path", "/api",
-                    "--allowed-origins", "https://good.example") as server:
+                    "--allowed-origins", "https://good.example", "--enable-log-requests") as server:
         yield server.wait_ready()
 
 
@@ -310,8 +310,11 @@ def test_template_errors_are_the_clients(strict: LiveServer) -> None:
     assert answer.status_code == 400 and "no tools here" in answer.json()["error"]["message"]
 
 
-def test_the_strict_server_has_logged_no_trace(strict: LiveServer) -> None:
-    assert "Traceback" not in strict.log
+def test_the_log_of_requests_tells_sizes(strict: LiveServer) -> None:
+    body = {"prompt": "unheard-of words", "max_tokens": 1, "temperature": 0.125}
+    assert httpx.post(f"{strict.url}/v1/completions", headers=KEY, json=body).status_code == 200
+    assert "16 prompt tokens" in strict.log and "temperature=0.125" in strict.log
+    assert "unheard-of" not in strict.log and "Traceback" not in strict.log
 
 
 # Starts that fail
