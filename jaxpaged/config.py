@@ -97,12 +97,12 @@ class EngineConfig:
         self._refuse_unsupported()
 
     def _refuse_unsupported(self) -> None:
-        for name in _NOT_SUPPORTED:
+        for name in NOT_SUPPORTED:
             item = type(self).__dataclass_fields__[name]
             value = getattr(self, name)
             if value != item.default:
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} {value} is not supported yet; leave it at {item.default}")
+                raise ConfigError(f"{flag} {value} is not supported yet; leave it out")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
@@ -120,7 +120,7 @@ class EngineConfig:
         return cls(**kwargs)
 
 
-_NOT_SUPPORTED = (
+NOT_SUPPORTED = (
     "quantization", "swap_space", "preemption_mode", "compiled", "enable_prefix_caching", "enable_chunked_prefill",
     "scheduling_policy", "batch_invariant", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
     "enable_expert_parallel",

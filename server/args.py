@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpaged import __version__
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import NOT_SUPPORTED, EngineConfig
 from jaxpaged.errors import ConfigError
 
 _GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
@@ -184,7 +184,7 @@ def _add_flag(group: Any, item: Any, kind: Any) -> None:
     meta = item.metadata
     names = [_spelling(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
     help = meta["help"]
-    if item.name in _NOT_SUPPORTED:
+    if item.name in (*NOT_SUPPORTED, *_NOT_SUPPORTED):
         help += " (not supported yet)"
     elif item.default not in (None, False, (), "") and "default:" not in help:
         default = " ".join(item.default) if isinstance(item.default, tuple) else item.default
