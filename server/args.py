@@ -185,8 +185,8 @@ def _add_flag(group: Any, item: Any, kind: Any) -> None:
     names = [_spelling(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
     help = meta["help"]
     if item.name in (*NOT_SUPPORTED, *_NOT_SUPPORTED):
-        help += " (not supported yet)" if item.default in (None, False) else (
-            " (on; off is not supported yet)" if item.default is True else f" (only {item.default} is supported so far)")
+        only = "on" if item.default is True else item.default
+        help += f" (only {only} is supported so far)" if only else " (not supported yet)"
     elif item.default not in (None, False, (), "") and "default:" not in help:
         default = " ".join(item.default) if isinstance(item.default, tuple) else item.default
         help += f" (default: {'on' if default is True else default})"

@@ -36,6 +36,7 @@ sys.exit(run_child(pipe))
 """
 
 HEARTBEAT_SECONDS = 1.0
+_MOST_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,9 @@ def run_child(pipe: Connection) -> int:
         _send(pipe, EngineFailure(str(error)))
         return 1
     except Exception as error:
-        _send(pipe, EngineFailure(f"the engine failed with {type(error).__name__}: {error}"))
+        # Clients read this too: a line, while the log has it all.
+        reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+        _send(pipe, EngineFailure(f"the engine failed with {type(error).__name__}: {reason}"))
         logger.exception("the engine failed")
         return 1
     return 0
