@@ -7,7 +7,6 @@ Other flags are the server's, such as --model, --max-num-seqs or --block-size.
 """
 
 import argparse
-import resource
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import jaxpaged
 from bench.common import (
     engine_arguments,
     generate,
+    peak_memory_bytes,
     print_table,
     read_workload,
     short_jobs,
@@ -48,12 +48,12 @@ def main() -> None:
         outputs = generate(llm, workload.jobs)
         elapsed = time.perf_counter() - begin
         metrics = llm.get_metrics()
+        peak = peak_memory_bytes()
 
     for job, output in zip(workload.jobs, outputs, strict=True):
         assert len(output.outputs[0].token_ids) == job.output_len, "an output is shorter or longer than asked for"
     first = spread([output.metrics.first_token_time - output.metrics.arrival_time for output in outputs])
     empty = metrics["jaxpaged:kv_internal_fragmentation_ratio_mean"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print_table(workload.describe(), ["", "figure"], [
         ["requests", len(workload.jobs)],
         ["tokens in", f"{workload.tokens_in:,}"],
@@ -71,7 +71,7 @@ def main() -> None:
         "tokens_out": workload.tokens_out, "load_s": load, "elapsed_s": elapsed,
         "output_tokens_per_s": workload.tokens_out / elapsed,
         "total_tokens_per_s": (workload.tokens_in + workload.tokens_out) / elapsed,
-        "time_to_first_token_s": first, "kv_slots_held_but_empty": empty, "peak_rss_bytes": peak,
+        "time_to_first_token_s": first, "kv_slots_held_but_empty": empty, "peak_memory_bytes": peak,
         "engine": engine, "metrics": metrics,
     })
 

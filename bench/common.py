@@ -1,6 +1,7 @@
 """What the benchmarks share: workloads, spreads, tables and the engine's flags."""
 
 import json
+import os
 import random
 import statistics
 from collections.abc import Iterable, Sequence
@@ -77,6 +78,27 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[objec
 def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process, and each live process below it, has held.
+
+    Of the address space: getrusage also counts what the parent held when it started the process.
+    """
+    total, waiting = 0, ["self"]
+    while waiting:
+        folder = Path("/proc", waiting.pop())
+        status = (folder / "status").read_text()
+        total += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
+        for task in (folder / "task").iterdir():
+            waiting += (task / "children").read_text().split()
+    return total
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds that all programs of the machine, and the host it runs on, have taken from its cores since boot."""
+    user, nice, system, _idle, _iowait, *interrupts_and_steal = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, *interrupts_and_steal))) / os.sysconf("SC_CLK_TCK")
 
 
 def engine_arguments(flags: Sequence[str], prog: str) -> dict[str, Any]:

@@ -10,22 +10,28 @@ server's and go to jaxpaged.
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.common import Workload, print_table, read_workload, write_json
+from bench.common import Workload, machine_cpu_s, print_table, read_workload, write_json
 from bench.peers import ENGINES, Run, export_weights
 
 # Rows of transformers' static batches, where not 16: what serves each workload best on a small CPU.
 BATCHES = {"W3": 4, "W4": 1, "W5": 8}
 REFERENCE = "transformers"
+# Share of the cores that other work, the host's included, may take before a run says nothing: libraries whose threads
+# wait actively, transformers' among them, lose far more than that share.
+QUIET = 0.1
 
 
 def installed(engine: str, python: str) -> bool:
@@ -88,35 +94,51 @@ def main() -> None:
             workload = read_workload(path, args.num_prompts)
             batch = args.batch or BATCHES.get(workload.name, 16)
             runs: dict[str, list[Run]] = {engine: [] for engine in engines}
+            disturbed = 0.0
             for _ in range(args.repeat):
                 for engine in engines:
-                    runs[engine].append(run_once(engine, pythons.get(engine, sys.executable), path, args.num_prompts,
-                                                 model, weights, batch, engine_flags, folder))
+                    run, others = run_once(engine, pythons.get(engine, sys.executable), path, args.num_prompts, model,
+                                           weights, batch, engine_flags, folder)
+                    runs[engine].append(run)
+                    disturbed = max(disturbed, others)
             differences = {} if args.no_check else same_as_reference(
                 weights, workload, {engine: list_of_runs[0] for engine, list_of_runs in runs.items()})
             show(workload, batch, runs, differences)
+            if disturbed > QUIET:
+                print(f"Other work took up to {disturbed:.0%} of the cores during a run: quote none of these figures.")
             report.append({
                 "workload": workload.name, "requests": len(workload.jobs), "tokens_in": workload.tokens_in,
                 "tokens_out": workload.tokens_out, "batch": batch, "differences": differences,
+                "largest_share_of_other_work": disturbed,
                 "runs": {engine: [{key: value for key, value in asdict(run).items() if key != "ids"}
                                   for run in list_of_runs] for engine, list_of_runs in runs.items()}})
             write_json(args.json, report)
 
 
 def run_once(engine: str, python: str, workload: Path, limit: int | None, model: Path, weights: Path, batch: int,
-             engine_flags: list[str], folder: Path) -> Run:
-    """One engine in a process of its own, so that its memory is given back and its peak is its own."""
+             engine_flags: list[str], folder: Path) -> tuple[Run, float]:
+    """One engine in a process of its own, so that its memory is given back; and the share of the cores others took."""
     out = folder / "run.json"
     command = [python, str(Path(__file__).with_name("peers.py")), engine, "--model", str(model), "--weights",
                str(weights), "--workload", str(workload), "--batch", str(batch), "--out", str(out), *engine_flags]
     if limit is not None:
         command += ["--num-prompts", str(limit)]
+    begin, machine, own = time.perf_counter(), machine_cpu_s(), children_cpu_s()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    cores = (time.perf_counter() - begin) * (os.cpu_count() or 1)
+    others = max(0.0, (machine_cpu_s() - machine) - (children_cpu_s() - own)) / cores
     if done.returncode:
         sys.exit(f"{engine} failed:\n{done.stdout[-4000:]}")
     run = Run(**json.loads(out.read_text()))
-    print(f"{workload.stem} {engine}: {run.elapsed_s:.2f} s", file=sys.stderr, flush=True)
-    return run
+    print(f"{workload.stem} {engine}: {run.elapsed_s:.2f} s, other work on {others:.0%} of the cores", file=sys.stderr,
+          flush=True)
+    return run, others
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def show(workload: Workload, batch: int, runs: dict[str, list[Run]], differences: dict[str, list[str]]) -> None:
@@ -136,7 +158,7 @@ def show(workload: Workload, batch: int, runs: dict[str, list[Run]], differences
             f"{statistics.median(ratios):.2f}" if ratios else "",
             " ".join(f"{seconds:.1f}" for seconds in times),
             f"{statistics.median(run.load_s for run in list_of_runs):.1f}",
-            f"{max(run.peak_rss_bytes for run in list_of_runs) / 2**20:,.0f}",
+            f"{max(run.peak_memory_bytes for run in list_of_runs) / 2**20:,.0f}",
             f"{equal} of {len(workload.jobs)}" if differences else "not checked",
         ])
     print_table(workload.describe(), ["engine", "out tok/s", "total tok/s", "ms per out token", "ratio", "runs s",

@@ -9,7 +9,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -22,7 +21,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.common import Job, Workload, engine_arguments, generate, read_workload, short_jobs, static_batches
+from bench.common import (
+    Job,
+    Workload,
+    engine_arguments,
+    generate,
+    peak_memory_bytes,
+    read_workload,
+    short_jobs,
+    static_batches,
+)
 
 Ids = list[list[int]]
 
@@ -33,7 +41,7 @@ class Run:
 
     load_s: float
     elapsed_s: float
-    peak_rss_bytes: int
+    peak_memory_bytes: int
     ids: Ids
 
 
@@ -189,7 +197,7 @@ def measure(engine: str, workload: Workload, setting: Setting) -> Run:
         begin = time.perf_counter()
         ids = run(workload.jobs)
         elapsed = time.perf_counter() - begin
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024
+        peak = peak_memory_bytes()
     for job, row in zip(workload.jobs, ids, strict=True):
         assert len(row) == job.output_len, f"{engine} gave {len(row)} tokens where {job.output_len} were asked for"
     return Run(load, elapsed, peak, ids)
