@@ -81,6 +81,8 @@ def gone(server: LiveServer) -> bool:
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(start: Any) -> None:
     server = start().wait_ready()
     with long_stream(server) as lines:
+        for number in (signal.SIGINT, signal.SIGTERM):  # terminals and supervisors signal all processes of a service
+            server.engine.send_signal(number)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 2)
         refused = complete(server)
@@ -109,24 +111,6 @@ def test_a_second_signal_ends_at_once(start: Any) -> None:
         server.wait_for(lambda: "stopping" in server.log, 2)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(2) == 128 + signal.SIGTERM
-    server.wait_for(lambda: gone(server), 2)
-
-
-def test_sigint_for_the_whole_group_leaves_the_engine_to_its_parent(start: Any) -> None:
-    server = start().wait_ready()
-    with long_stream(server) as lines:
-        server.engine.send_signal(signal.SIGINT)  # as a terminal does
-        server.engine.send_signal(signal.SIGTERM)  # as supervisors do
-        server.process.send_signal(signal.SIGINT)
-        assert is_complete(lines)
-    assert server.process.wait(20) == 0
-
-
-def test_a_killed_server_takes_its_engine_along(start: Any) -> None:
-    server = start().wait_ready()
-    with pytest.raises(httpx.HTTPError), long_stream(server) as lines:
-        server.process.kill()
-        list(lines)
     server.wait_for(lambda: gone(server), 2)
 
 
@@ -159,7 +143,7 @@ def test_a_dead_engine_shows_at_once_and_ends_the_server(start: Any) -> None:
     assert server.process.wait(30) == 1
 
 
-def test_a_hung_engine_turns_health_red_until_it_goes_on(start: Any) -> None:
+def test_a_hung_engine_turns_health_red_and_a_killed_server_leaves_none_behind(start: Any) -> None:
     server = start("--engine-timeout", "2").wait_ready()
     time.sleep(2.5)  # idle is not hung
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -173,6 +157,12 @@ def test_a_hung_engine_turns_health_red_until_it_goes_on(start: Any) -> None:
         server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200, 2)
         assert is_complete(lines)
     assert complete(server).status_code == 200
+
+    # A server that is killed takes its engine along.
+    with pytest.raises(httpx.HTTPError), long_stream(server) as lines:
+        server.process.kill()
+        list(lines)
+    server.wait_for(lambda: gone(server), 5)
 
 
 # Limits and keys
