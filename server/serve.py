@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -24,12 +24,14 @@ from jaxpaged.errors import CheckpointError, ConfigError, EngineDeadError, Jaxpa
 from jaxpaged.input_processor import InputProcessor, default_sampling_params
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.metrics import Metrics
-from jaxpaged.server.app import Api, make_app
 from jaxpaged.server.args import Arguments, ServerConfig
 from jaxpaged.server.engine_client import EngineClient
 from jaxpaged.server.http_protocol import http_protocol
 from jaxpaged.server.logs import set_up_logging
 from jaxpaged.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxpaged.server.app import Api
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,9 @@ class _Server:
             source = await asyncio.to_thread(resolve_model, config.tokenizer, None, config.download_dir)
         self._client = EngineClient(dataclasses.replace(config, model=str(path)), timeout=self._config.engine_timeout,
                                     on_death=self._on_engine_death)
+        # The web framework is slow to import: the engine process begins before that.
+        from jaxpaged.server.app import Api
+
         loading = asyncio.to_thread(load_tokenizer, source, chat_template=config.chat_template)
         tokenizer, info = await asyncio.gather(loading, self._client.ready())
         info = dataclasses.replace(info, model=config.model)
@@ -116,6 +121,8 @@ class _Server:
                         max_model_len=info.max_model_len)
 
     async def _serve(self) -> None:
+        from jaxpaged.server.app import make_app
+
         assert self._api is not None and self._metrics is not None
         self._http = _Http(uvicorn.Config(
             make_app(self._api), log_config=None, log_level=self._config.uvicorn_log_level,
