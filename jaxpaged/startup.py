@@ -1,6 +1,5 @@
 """From a configuration to a model that is loaded, compiled and ready to run."""
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +90,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     if not on_cpu or config.gpu_memory_utilization is not None:
         # Temporaries do not depend on the number of blocks, so a small pool tells them.
         trial, shape = programs_for(64)
-        temporary_bytes = trial.get(("forward", shape.sizes[-1])).memory_analysis().temp_size_in_bytes
+        temporary_bytes = trial.temporary_bytes(("forward", shape.sizes[-1]))
     plan = plan_memory(
         memory_bytes=device.memory_bytes, weight_bytes=model.weight_bytes, temporary_bytes=temporary_bytes,
         block_bytes=cache.block_bytes, on_cpu=on_cpu, share=config.gpu_memory_utilization,
@@ -160,11 +159,13 @@ def _load_and_compile(model: _Model, programs: ProgramSet, *, lazily: bool) -> P
     progress = model.weight_bytes >= _SHOW_LOADING_BYTES
     if lazily:
         return model.load(progress)
-    with ThreadPoolExecutor(1, thread_name_prefix="compile") as thread:
-        with tqdm(total=len(programs.names()), desc="Compiling programs", unit="program") as bar:
-            compiling = thread.submit(programs.compile_all, lambda name: bar.update())
-            params = model.load(progress)
-            compiling.result()
+    with (
+        tqdm(total=len(programs.names()), desc="Compiling programs", unit="program") as bar,
+        ThreadPoolExecutor(1, thread_name_prefix="compile") as thread,
+    ):
+        compiling = thread.submit(programs.compile_all, lambda name: bar.update())
+        params = model.load(progress)
+        compiling.result()
     return params
 
 
@@ -190,7 +191,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _enable_compilation_cache() -> None:
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

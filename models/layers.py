@@ -1,4 +1,6 @@
-"""Building blocks of the decoders. Axis letters: T tokens, D model, N query heads, K kv heads, H head dim, F mlp, V vocab.
+"""Building blocks of the decoders.
+
+Axis letters: T tokens, D model, N query heads, K kv heads, H head dim, F mlp, V vocab.
 
 Norms, rotary angles and logits are computed in float32 whatever the weights' dtype.
 """

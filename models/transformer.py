@@ -10,7 +10,7 @@ from jaxpaged.models.attention import Attention, AttentionMetadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Embedding, GatedMLP, Linear, RMSNorm
 
-Pools = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values, [P, K, S, H] each
+Pools = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values, [P, S, K, H] each
 
 
 class DecoderLayer(nnx.Module):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 
 def write_kv(
-    k_pool: jax.Array,  # [P, K, S, H]
-    v_pool: jax.Array,  # [P, K, S, H]
+    k_pool: jax.Array,  # [P, S, K, H]
+    v_pool: jax.Array,  # [P, S, K, H]
     k: jax.Array,  # [T, K, H]
     v: jax.Array,  # [T, K, H]
     page: jax.Array,  # [T] int32
@@ -17,15 +17,15 @@ def write_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """Put the keys and values of T tokens at their places in the pools, one token after another."""
     for t in range(k.shape[0]):
-        k_pool = k_pool.at[page[t], :, place[t]].set(k[t])
-        v_pool = v_pool.at[page[t], :, place[t]].set(v[t])
+        k_pool = k_pool.at[page[t], place[t]].set(k[t])
+        v_pool = v_pool.at[page[t], place[t]].set(v[t])
     return k_pool, v_pool
 
 
 def paged_attention(
     q: jax.Array,  # [T, N, H]
-    k_pool: jax.Array,  # [P, K, S, H]
-    v_pool: jax.Array,  # [P, K, S, H]
+    k_pool: jax.Array,  # [P, S, K, H]
+    v_pool: jax.Array,  # [P, S, K, H]
     block_table: jax.Array,  # [rows, width] int32, the pages of each slot in order
     slot: jax.Array,  # [T] int32
     position: jax.Array,  # [T] int32
@@ -33,12 +33,11 @@ def paged_attention(
 ) -> jax.Array:  # [T, N, H]
     """Causal attention of each token to positions 0 to its own, all read through its slot's block table."""
     tokens, heads, head_dim = q.shape
-    kv_heads, page_size = k_pool.shape[1], k_pool.shape[2]
+    page_size, kv_heads = k_pool.shape[1], k_pool.shape[2]
     context = block_table.shape[1] * page_size
 
     def gather(pool: jax.Array) -> jax.Array:  # [T, context, N, H]
-        pages = pool[block_table[slot]]  # [T, width, K, S, H]
-        rows = jnp.swapaxes(pages, 2, 3).reshape(tokens, context, kv_heads, head_dim)
+        rows = pool[block_table[slot]].reshape(tokens, context, kv_heads, head_dim)
         return jnp.repeat(rows, heads // kv_heads, axis=2)
 
     seen = jnp.arange(context)[None, :] <= position[:, None]  # [T, context]

@@ -1,10 +1,15 @@
 """Paged attention in plain XLA operations: the CPU backend's path.
 
 The rows of a step are cut into query tiles: up to `tile_rows` consecutive tokens of one slot share each read of the
-context, a decode row is a tile of one. `make_work_list` finds the tiles once per step, on the device; all layers use the
-same list. Tiles of one are sorted by context and run in groups of `group`, so that a long request slows only the
+context, a decode row is a tile of one. `make_work_list` finds the tiles once per step, on the device; all layers use
+the same list. Tiles of one are sorted by context and run in groups of `group`, so that a long request slows only the
 members of its own group; larger tiles run one by one. Both loop over the context in chunks of pages with an online
 softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), with trip counts read from the lengths.
+
+XLA on CPU runs many tiny products far below the speed of one larger one, and copies what it has to transpose. Tiles of
+one therefore lay the heads' queries out block-diagonally, [N, K * H] with zeros in the other heads' columns: one
+product with the pages as they lie, whose wasted multiplications cost less than the copies. Larger tiles have rows
+enough to multiply head by head.
 
 Axis letters: T tokens, N query heads, K kv heads, G query heads per kv head, H head dim, P pages, S page size,
 C pages in a chunk, W tiles in a group, Q rows in a tile.
@@ -27,7 +32,7 @@ class TileSizes:
     group: int = 8
     group_chunk: int = 128
     tile_rows: int = 32
-    tile_chunk: int = 256
+    tile_chunk: int = 128
     least_tiled: int = 16  # steps of fewer rows run all of them as tiles of one
 
 
@@ -92,8 +97,8 @@ def make_work_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: 
 
 def paged_attention(
     q: jax.Array,  # [T, N, H]
-    k_pool: jax.Array,  # [P, K, S, H]
-    v_pool: jax.Array,  # [P, K, S, H]
+    k_pool: jax.Array,  # [P, S, K, H]
+    v_pool: jax.Array,  # [P, S, K, H]
     block_table: jax.Array,  # [slots + 1, width] int32; stale entries are fine, out of range ones are not
     work: WorkList,
     scale: float,
@@ -101,7 +106,7 @@ def paged_attention(
 ) -> jax.Array:  # [T, N, H]
     """Causal attention of each row to its slot's positions 0 to its own; padding rows give zeros."""
     tokens, heads, head_dim = q.shape
-    kv_heads, page_size = k_pool.shape[1], k_pool.shape[2]
+    page_size, kv_heads = k_pool.shape[1], k_pool.shape[2]
     q = (q * scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     out = jnp.zeros_like(q)
     if tokens >= sizes.least_tiled:
@@ -117,54 +122,29 @@ def _pad_columns(block_table: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % multiple)))
 
 
-def _attend_chunk(
-    carry: tuple[jax.Array, jax.Array, jax.Array],  # running maximum and sum [W, K, G, Q], weighted values [..., H]
-    q: jax.Array,  # [W, K, G, Q, H]
-    keys: jax.Array,  # [W, C, K, S, H]
-    values: jax.Array,  # [W, C, K, S, H]
-    first: jax.Array,  # position of the chunk's first token
-    seen: jax.Array,  # [W, Q] tokens that each row sees
+def _read_chunk(pool: jax.Array, pages: jax.Array, held: jax.Array | None) -> jax.Array:
+    """Tokens [..., C * S, K * H] of the pages [..., C]; zeros where not `held` [..., C * S].
+
+    Places past the end may hold anything, NaN included, and zero times NaN is NaN: what multiplies the softmax's
+    weights is blanked. Keys need none of it, since their scores are replaced.
+    """
+    num_pages, page_size, kv_heads, head_dim = pool.shape
+    flat = pool.reshape(num_pages, page_size, kv_heads * head_dim)
+    rows = flat.at[pages].get(mode="promise_in_bounds")
+    rows = rows.reshape(*pages.shape[:-1], pages.shape[-1] * page_size, kv_heads * head_dim)
+    return rows if held is None else jnp.where(held[..., None], rows, 0)
+
+
+def _online_softmax(
+    highest: jax.Array,  # [..., rows] highest score so far
+    scores: jax.Array,  # [..., rows, tokens] float32
+    visible: jax.Array,  # broadcasts against the scores
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    highest, total, weighted = carry
-    groups, chunk, _, page_size, _ = keys.shape
-    place = (first + jnp.arange(chunk * page_size)).reshape(chunk, page_size)
-    # Slots past the end may hold anything, NaN included, and zero times NaN is NaN: blank the values as well.
-    held = place[None] < jnp.max(seen, axis=1)[:, None, None]
-    values = jnp.where(held[:, :, None, :, None], values, 0)
-    scores = jnp.einsum("wkgqh,wcksh->wkgqcs", q, keys,
-                        preferred_element_type=jnp.float32)
-    visible = place[None, None] < seen[:, :, None, None]
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
-    new_highest = jnp.maximum(highest, jnp.max(scores, axis=(4, 5)))
-    weights = jnp.where(visible[:, None, None], jnp.exp(scores - new_highest[..., None, None]), 0)
-    fade = jnp.exp(highest - new_highest)
-    total = total * fade + jnp.sum(weights, axis=(4, 5))
-    part = jnp.einsum("wkgqcs,wcksh->wkgqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return new_highest, total, weighted * fade[..., None] + part
-
-
-def _attend(
-    q: jax.Array,  # [W, K, G, Q, H]
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    pages: jax.Array,  # [W, width]
-    seen: jax.Array,  # [W, Q]
-    chunk: int,
-) -> jax.Array:  # [W, K, G, Q, H]
-    page_size = k_pool.shape[2]
-    groups = q.shape[0]
-    trips = (jnp.max(seen) + chunk * page_size - 1) // (chunk * page_size)
-
-    def body(step: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        here = lax.dynamic_slice(pages, (0, step * chunk), (groups, chunk))
-        keys = k_pool.at[here].get(mode="promise_in_bounds")
-        values = v_pool.at[here].get(mode="promise_in_bounds")
-        return _attend_chunk(carry, q, keys, values, step * chunk * page_size, seen)
-
-    start = (jnp.full(q.shape[:4], MASKED, jnp.float32), jnp.zeros(q.shape[:4], jnp.float32),
-             jnp.zeros(q.shape, jnp.float32))
-    _, total, weighted = lax.fori_loop(0, trips, body, start)
-    return (weighted / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+    """The new highest score, the weights of these tokens, and the factor by which earlier sums fade."""
+    scores = jnp.where(visible, scores, MASKED)
+    new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
+    weights = jnp.where(visible, jnp.exp(scores - new_highest[..., None]), 0)
+    return new_highest, weights, jnp.exp(highest - new_highest)
 
 
 def _single_rows(
@@ -176,23 +156,43 @@ def _single_rows(
     chunk: int,
     group: int,
 ) -> jax.Array:  # [T, K, G, H] in the work list's order
-    tokens = q.shape[0]
+    tokens, kv_heads, per_head, head_dim = q.shape
+    heads, width = kv_heads * per_head, kv_heads * head_dim
     spare = -tokens % group
     rows = jnp.pad(work.row, (0, spare), constant_values=tokens)
     slots = jnp.pad(work.slot, (0, spare), constant_values=block_table.shape[0] - 1)
     context = jnp.pad(work.context, (0, spare))
     sorted_q = q.at[rows].get(mode="fill", fill_value=0)
+    own_head = jnp.eye(kv_heads, dtype=q.dtype)
+    diagonal = jnp.einsum("tkgh,kj->tkgjh", sorted_q, own_head).reshape(-1, heads, width)
 
-    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+    def run_group(index: jax.Array, out: jax.Array) -> jax.Array:
         first = index * group
-        part = lax.dynamic_slice_in_dim(sorted_q, first, group)[:, :, :, None]  # [W, K, G, 1, H]
+        part = lax.dynamic_slice_in_dim(diagonal, first, group)  # [W, N, K * H]
         pages = block_table[lax.dynamic_slice_in_dim(slots, first, group)]
-        seen = lax.dynamic_slice_in_dim(context, first, group)[:, None]
-        result = _attend(part, k_pool, v_pool, pages, seen, chunk)
-        return lax.dynamic_update_slice_in_dim(out, result[:, :, :, 0], first, 0)
+        seen = lax.dynamic_slice_in_dim(context, first, group)
+        chunk_tokens = chunk * k_pool.shape[1]
+
+        def run_chunk(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            highest, total, weighted = carry
+            here = lax.dynamic_slice(pages, (0, step * chunk), (group, chunk))
+            visible = step * chunk_tokens + jnp.arange(chunk_tokens) < seen[:, None]  # [W, C * S]
+            keys, values = _read_chunk(k_pool, here, None), _read_chunk(v_pool, here, visible)
+            scores = jnp.einsum("wnd,wcd->wnc", part, keys, preferred_element_type=jnp.float32)
+            highest, weights, fade = _online_softmax(highest, scores, visible[:, None])
+            new = jnp.einsum("wnc,wcd->wnd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+            return highest, total * fade + jnp.sum(weights, axis=-1), weighted * fade[..., None] + new
+
+        start = (jnp.full((group, heads), MASKED, jnp.float32), jnp.zeros((group, heads), jnp.float32),
+                 jnp.zeros((group, heads, width), jnp.float32))
+        trips = (jnp.max(seen) + chunk_tokens - 1) // chunk_tokens
+        _, total, weighted = lax.fori_loop(0, trips, run_chunk, start)
+        weighted = (weighted / jnp.maximum(total, 1e-30)[..., None]).reshape(group, kv_heads, per_head, kv_heads, -1)
+        own = jnp.stack([weighted[:, head, :, head] for head in range(kv_heads)], axis=1)
+        return lax.dynamic_update_slice_in_dim(out, own.astype(q.dtype), first, 0)
 
     trips = (work.num_single + group - 1) // group
-    return lax.fori_loop(0, trips, body, jnp.zeros_like(sorted_q))[:tokens]
+    return lax.fori_loop(0, trips, run_group, jnp.zeros_like(sorted_q))[:tokens]
 
 
 def _several_rows(
@@ -204,18 +204,38 @@ def _several_rows(
     chunk: int,
     tile_rows: int,
 ) -> jax.Array:  # [T, K, G, H], zeros in rows that belong to no tile
-    tokens = q.shape[0]
+    tokens, kv_heads, per_head, head_dim = q.shape
     padded = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0), (0, 0)))
+    chunk_tokens = chunk * k_pool.shape[1]
 
-    def body(index: jax.Array, out: jax.Array) -> jax.Array:
+    def run_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         first = work.tile_row[index]
-        part = lax.dynamic_slice_in_dim(padded, first, tile_rows)
-        pages = block_table[work.tile_slot[index]][None]
         own = jnp.arange(tile_rows) < work.tile_len[index]
-        seen = jnp.where(own, work.tile_context[index] + jnp.arange(tile_rows), 0)[None]
-        result = _attend(part.transpose(1, 2, 0, 3)[None], k_pool, v_pool, pages, seen, chunk)[0]
+        seen = jnp.where(own, work.tile_context[index] + jnp.arange(tile_rows), 0)  # [Q]
+        longest = jnp.max(seen)
+        part = lax.dynamic_slice_in_dim(padded, first, tile_rows).swapaxes(0, 1)  # [K, Q, G, H]
+        part = part.reshape(kv_heads, tile_rows * per_head, head_dim)
+        pages = block_table[work.tile_slot[index]]
+
+        def run_chunk(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            highest, total, weighted = carry
+            here = lax.dynamic_slice_in_dim(pages, step * chunk, chunk)
+            place = step * chunk_tokens + jnp.arange(chunk_tokens)
+            keys = _read_chunk(k_pool, here, None).reshape(chunk_tokens, kv_heads, head_dim)
+            values = _read_chunk(v_pool, here, place < longest).reshape(chunk_tokens, kv_heads, head_dim)
+            scores = jnp.einsum("kxh,ckh->kxc", part, keys, preferred_element_type=jnp.float32)
+            visible = jnp.repeat(place < seen[:, None], per_head, axis=0)
+            highest, weights, fade = _online_softmax(highest, scores, visible)
+            new = jnp.einsum("kxc,ckh->kxh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+            return highest, total * fade + jnp.sum(weights, axis=-1), weighted * fade[..., None] + new
+
+        start = (jnp.full(part.shape[:2], MASKED, jnp.float32), jnp.zeros(part.shape[:2], jnp.float32),
+                 jnp.zeros(part.shape, jnp.float32))
+        _, total, weighted = lax.fori_loop(0, (longest + chunk_tokens - 1) // chunk_tokens, run_chunk, start)
+        result = weighted / jnp.maximum(total, 1e-30)[..., None]
+        result = result.reshape(kv_heads, tile_rows, per_head, head_dim).swapaxes(0, 1).astype(q.dtype)
         before = lax.dynamic_slice_in_dim(out, first, tile_rows)
-        result = jnp.where(own[:, None, None, None], result.transpose(2, 0, 1, 3), before)
+        result = jnp.where(own[:, None, None, None], result, before)
         return lax.dynamic_update_slice_in_dim(out, result, first, 0)
 
-    return lax.fori_loop(0, work.num_tiles, body, jnp.zeros_like(padded))[:tokens]
+    return lax.fori_loop(0, work.num_tiles, run_tile, jnp.zeros_like(padded))[:tokens]

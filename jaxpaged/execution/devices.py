@@ -30,7 +30,8 @@ def select_device(wanted: str) -> DeviceInfo:
         ConfigError: there is no such device here, or the process has already started another backend.
     """
     platform = wanted if wanted != "auto" else ("cuda" if _has_nvidia_gpu() else "cpu")
-    if jax.config.jax_platforms is None:
+    fixed = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if fixed is None:
         jax.config.update("jax_platforms", platform)
     try:
         device = get_backend(platform).local_devices()[0]
@@ -38,7 +39,7 @@ def select_device(wanted: str) -> DeviceInfo:
         if wanted == "auto" and platform == "cuda":
             return select_device("cpu")
         hint = "install jaxpaged[cuda12] or jaxpaged[cuda13], or use --device cpu" if platform == "cuda" else \
-            f"JAX was told to use {jax.config.jax_platforms}; unset that or use --device cuda"
+            f"JAX was told to use {fixed}; unset that or use --device cuda"
         raise ConfigError(f"no {platform} device: {str(error).splitlines()[0]}; {hint}") from error
     if platform == "cpu":
         return DeviceInfo("cpu", f"CPU ({usable_cores()} cores)", process_memory_bytes(), device)

@@ -11,7 +11,7 @@ from jaxpaged.models.transformer import Pools
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of the pools of one model: per layer one array for keys and one for values, [P, K, S, H]."""
+    """Shape of the pools of one model: per layer one array for keys and one for values, [P, S, K, H]."""
 
     num_layers: int
     num_kv_heads: int
@@ -30,12 +30,12 @@ class KVCacheSpec:
 
     def shapes(self, num_blocks: int) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
         """Shapes of the pools, as the programs take them."""
-        one = jax.ShapeDtypeStruct((num_blocks, self.num_kv_heads, self.block_size, self.head_dim), self.dtype)
+        one = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
         return ((one, one),) * self.num_layers
 
     def allocate(self, num_blocks: int, device: jax.Device) -> Pools:
         """Zeroed pools on the device."""
-        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
         def pool() -> jax.Array:
             return jnp.zeros(shape, self.dtype, device=device)

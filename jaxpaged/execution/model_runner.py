@@ -11,7 +11,7 @@ import numpy as np
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.programs import ADMIT_SIZES, Params, ProgramSet, StepShape
-from jaxpaged.execution.sampler import empty_state, state_of
+from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.messages import EngineRequest
 from jaxpaged.scheduling.scheduler import SchedulerOutput
@@ -26,7 +26,7 @@ class StepInFlight:
     ids: jax.Array | None
 
     def is_ready(self) -> bool:
-        return self.ids is None or self.ids.is_ready()
+        return self.ids is None or self.ids.is_ready()  # type: ignore[attr-defined]
 
     def sampled(self) -> list[int]:
         """Ids in the order of the sampling pieces; waits for the device."""
@@ -57,7 +57,7 @@ class ModelRunner:
         self._pools = cache.allocate(shape.num_blocks, device)
         self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=device)
         self._last_id = jnp.zeros(slots, jnp.int32, device=device)
-        self._sampling = jax.device_put(empty_state(slots), device)
+        self._sampling = jax.device_put(state_of((), slots), device)
 
     @property
     def num_compiled(self) -> int:

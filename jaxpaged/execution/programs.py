@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.execution.sampler import SamplingState, empty_state, sample
+from jaxpaged.execution.sampler import SamplingState, sample, state_of
 from jaxpaged.execution.step_input import unpack_step
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
@@ -128,6 +128,12 @@ class ProgramSet:
                 job.result()
                 done(jobs[job])
 
+    def temporary_bytes(self, name: ProgramName) -> int:
+        """Memory that a program takes for itself while it runs."""
+        analysis = self.get(name).memory_analysis()
+        assert analysis is not None, "this backend does not tell its temporaries"
+        return int(analysis.temp_size_in_bytes)
+
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
         if name not in self._compiled:
@@ -145,12 +151,12 @@ class ProgramSet:
             packed = self._spec((4 * count + self._shape.samples_of(count),), jnp.int32)
             run = jax.jit(self._forward(count), donate_argnums=(1, 2))
             return run.lower(self._params, self._pools, table, ids, packed)
-        state = self._placed(jax.eval_shape(lambda: empty_state(slots)))
+        state = self._placed(jax.eval_shape(lambda: state_of((), slots)))
         if kind == "sample":
             logits = self._spec((count, self._config.vocab_size), jnp.float32)
             rows = self._spec((count,), jnp.int32)
             return jax.jit(_sample, donate_argnums=1).lower(state, ids, logits, rows, rows)
-        rows = self._placed(jax.eval_shape(lambda: empty_state(count)))
+        rows = self._placed(jax.eval_shape(lambda: state_of((), count)))
         return jax.jit(_admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
 
     def _forward(self, size: int) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:

@@ -5,8 +5,10 @@ Cut-offs are found by building the threshold bit by bit: a float's bits, made or
 1954; Maddison et al., 2014), keyed by (seed, choice, position) alone, so that it does not depend on the batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,8 @@ from jax import lax
 
 from jaxpaged.messages import EngineRequest
 from jaxpaged.scheduling.scheduler import FAILED_TOKEN
+
+_LOW_HALF = 0xFFFFFFFF
 
 
 @partial(jax.tree_util.register_dataclass,
@@ -30,39 +34,31 @@ class SamplingState:
         choice: [rows] int32, index of the choice within its request.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
-    choice: jax.Array
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
+    seed: jax.Array | np.ndarray
+    choice: jax.Array | np.ndarray
 
 
-def empty_state(rows: int) -> SamplingState:
-    """Host arrays for `rows` greedy rows."""
-    return SamplingState(  # type: ignore[arg-type]
-        temperature=np.zeros(rows, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        top_p=np.ones(rows, np.float32),
-        min_p=np.zeros(rows, np.float32),
-        seed=np.zeros((rows, 2), np.uint32),
-        choice=np.zeros(rows, np.int32),
+def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
+    """Host arrays of these requests, whose seeds are resolved, padded with greedy rows to `rows`."""
+    params = [request.params for request in requests]
+    seeds = [request.seed or 0 for request in requests]
+
+    def column(values: list[Any], padding: float, dtype: type[np.generic]) -> np.ndarray:
+        return np.array([*values, *[padding] * (rows - len(values))], dtype)
+
+    return SamplingState(
+        temperature=column([0 if item.greedy else item.temperature for item in params], 0, np.float32),
+        top_k=column([item.top_k if 0 < item.top_k < 2**31 else 0 for item in params], 0, np.int32),
+        top_p=column([item.top_p for item in params], 1, np.float32),
+        min_p=column([item.min_p for item in params], 0, np.float32),
+        seed=np.stack([column([seed >> 32 & _LOW_HALF for seed in seeds], 0, np.uint32),
+                       column([seed & _LOW_HALF for seed in seeds], 0, np.uint32)], axis=1),
+        choice=column([request.choice for request in requests], 0, np.int32),
     )
-
-
-def state_of(requests: list[EngineRequest], rows: int) -> SamplingState:
-    """Host arrays of these requests, whose seeds are resolved, padded to `rows`."""
-    state = empty_state(rows)
-    for row, request in enumerate(requests):
-        params, seed = request.params, request.seed
-        assert seed is not None, f"request {request.request_id} has no seed"
-        state.temperature[row] = 0.0 if params.greedy else params.temperature  # type: ignore[index]
-        state.top_k[row] = max(params.top_k, 0) if params.top_k < 2**31 else 0  # type: ignore[index]
-        state.top_p[row] = params.top_p  # type: ignore[index]
-        state.min_p[row] = params.min_p  # type: ignore[index]
-        state.seed[row] = (seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)  # type: ignore[index]
-        state.choice[row] = request.choice  # type: ignore[index]
-    return state
 
 
 def sample(logits: jax.Array, state: SamplingState, position: jax.Array) -> jax.Array:

@@ -165,7 +165,8 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:
         """End these requests now; unknown and finished ids are ignored."""
-        live = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
+        wanted = dict.fromkeys(request_ids)
+        live = [self._requests[request_id] for request_id in wanted if request_id in self._requests]
         return [self._finish(request, RequestStatus.FINISHED_ABORTED) for request in live]
 
     def is_live(self, request_id: str) -> bool:
@@ -245,7 +246,10 @@ class Scheduler:
         self._running.append(request)
 
     def _fit_step_size(self, planned: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Cut prefill pieces down to the next smaller step size where the padding would cost more than they bring."""
+        """Cut prefill pieces down to the next smaller step size where the padding would cost more than they bring.
+
+        A token of each stays: cut away whole, a short prompt would wait for as long as the others fill that size.
+        """
         total = sum(count for _, count in planned)
         below = max((size for size in self._step_sizes if size <= total), default=0)
         above = min((size for size in self._step_sizes if size >= total), default=total)
@@ -254,10 +258,9 @@ class Scheduler:
         excess = total - below
         fitted = []
         for request, count in reversed(planned):
-            cut = min(excess, count) if count > 1 else 0
+            cut = min(excess, count - 1)
             excess -= cut
-            if count > cut:
-                fitted.append((request, count - cut))
+            fitted.append((request, count - cut))
         return fitted[::-1] if not excess else planned
 
     def _commit(self, request: Request, count: int) -> ScheduledPiece:
@@ -317,7 +320,7 @@ def _delta(
     stop_reason: int | None = None,
     error: str | None = None,
 ) -> TokenDelta:
-    first = len(request.token_ids) == request.num_prompt_tokens + 1
+    first = bool(token_ids) and len(request.token_ids) == request.num_prompt_tokens + len(token_ids)
     return TokenDelta(
         request_id=request.request_id,
         token_ids=token_ids,
