@@ -18,6 +18,8 @@ from jax import lax
 from jaxpaged.messages import EngineRequest
 from jaxpaged.scheduling.scheduler import FAILED_TOKEN
 
+Rows = jax.Array | np.ndarray  # one entry per row, on the device or still on the host
+
 _LOW_HALF = 0xFFFFFFFF
 
 
@@ -34,12 +36,12 @@ class SamplingState:
         choice: [rows] int32, index of the choice within its request.
     """
 
-    temperature: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    seed: jax.Array | np.ndarray
-    choice: jax.Array | np.ndarray
+    temperature: Rows
+    top_k: Rows
+    top_p: Rows
+    min_p: Rows
+    seed: Rows
+    choice: Rows
 
 
 def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
@@ -95,12 +97,12 @@ def _draw(logits: jax.Array, state: SamplingState, position: jax.Array) -> jax.A
     return _first_index(perturbed, jnp.max(perturbed, axis=-1))
 
 
-def _row_key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+def _row_key(seed: Rows, choice: Rows, position: jax.Array) -> jax.Array:
+    key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
     return jax.random.fold_in(jax.random.fold_in(key, choice), position)
 
 
-def keep_mask(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def keep_mask(scaled: jax.Array, top_k: Rows, top_p: Rows, min_p: Rows) -> jax.Array:
     """Which tokens survive min-p, then top-k, then top-p over what is left; ties at a cut-off all stay.
 
     Args:
