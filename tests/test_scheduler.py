@@ -1,0 +1,489 @@
+"""The real scheduler and allocator against a naive device, which executes every piece token by token.
+
+The device keeps keys as plain tuples, so that each token can be seen to attend to exactly its own past: a wrong id,
+position, block or slot shows up where it happens. What a request must give in the end is computed without any of it.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from jaxpaged.execution.programs import step_sizes
+from jaxpaged.messages import EngineRequest, TokenDelta
+from jaxpaged.outputs import FinishReason
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.request import Request, RequestStatus
+from jaxpaged.scheduling.scheduler import FAILED_TOKEN, Scheduler, SchedulerOutput
+
+VOCAB = 16
+EOS = 3
+
+Model = Callable[[Sequence[int]], int]
+
+
+def any_token(tokens: Sequence[int]) -> int:
+    """The id that follows: anything, and now and then a failure; it depends on every token so far."""
+    number = zlib.crc32(bytes(tokens))
+    return FAILED_TOKEN if number % 61 == 0 else number // 61 % VOCAB
+
+
+def plain_token(tokens: Sequence[int]) -> int:
+    """The same without failures."""
+    return zlib.crc32(bytes(tokens)) // 61 % VOCAB
+
+
+@dataclass
+class Ending:
+    """What a request gave: its tokens, why it ended, and the delta's other fields."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    scheduled_times: int = 0
+
+
+def expected_ending(message: EngineRequest, model: Model) -> Ending:
+    """A request alone, one token after another."""
+    tokens = list(message.prompt_token_ids)
+    out: list[int] = []
+    while True:
+        token = model(tokens)
+        if token == FAILED_TOKEN:
+            return Ending(out, "error")
+        tokens.append(token)
+        out.append(token)
+        if token in message.stop_token_ids:
+            return Ending(out, "stop", None if token in message.eos_token_ids else token)
+        if len(out) == message.max_tokens:
+            return Ending(out, "length")
+
+
+class NaiveDevice:
+    """Runs steps in the order of their dispatch."""
+
+    def __init__(self, block_size: int, num_blocks: int, num_slots: int, model: Model) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.model = model
+        self.kv: dict[tuple[int, int], tuple[Request, int, int]] = {}
+        self.table: list[dict[int, int]] = [{} for _ in range(num_slots)]
+        self.last_id = [0] * num_slots
+        self.owner: list[Request | None] = [None] * num_slots
+
+    def run(self, step: SchedulerOutput) -> list[int]:
+        sampled = []
+        for piece in step.pieces:
+            assert piece.num_tokens > 0 and len(piece.token_ids) in (piece.num_tokens, piece.num_tokens - 1)
+            if piece.admit:
+                assert piece.start == 0
+                self.owner[piece.slot] = piece.request
+            assert self.owner[piece.slot] is piece.request, "the slot holds the sampling parameters of another request"
+            blocks = iter(piece.blocks)
+            for index in range(piece.num_tokens):
+                known = index < len(piece.token_ids)
+                token = piece.token_ids[index] if known else self.last_id[piece.slot]
+                position = piece.start + index
+                if position % self.block_size == 0:
+                    self.table[piece.slot][position // self.block_size] = next(blocks)
+                self._write(piece.slot, piece.request, position, token)
+                seen = self._read(piece.slot, piece.request, position)
+            assert next(blocks, None) is None, "a block too many"
+            if piece.samples:
+                token = self.model(seen)
+                self.last_id[piece.slot] = max(token, 0)
+                sampled.append(token)
+        return sampled
+
+    def _write(self, slot: int, request: Request, position: int, token: int) -> None:
+        block = self.table[slot][position // self.block_size]
+        assert block != NULL_BLOCK and 0 < block < self.num_blocks
+        self.kv[block, position % self.block_size] = request, position, token
+
+    def _read(self, slot: int, request: Request, position: int) -> list[int]:
+        tokens = []
+        for place in range(position + 1):
+            owner, held, token = self.kv[self.table[slot][place // self.block_size], place % self.block_size]
+            assert owner is request and held == place, f"position {place} was overwritten"
+            tokens.append(token)
+        return tokens
+
+
+class Harness:
+    """The engine's loop without an engine: schedules step n + 1 before the ids of step n are taken in."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, sizes: Sequence[int] | None = None,
+        model: Model = any_token,
+    ) -> None:
+        self.block_size, self.budget, self.model = block_size, budget, model
+        self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
+        self.allocator = BlockAllocator(num_blocks)
+        self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs,
+                                   max_num_batched_tokens=budget, step_sizes=self.sizes)
+        self.device = NaiveDevice(block_size, num_blocks, max_num_seqs, model)
+        self.in_flight: tuple[SchedulerOutput, list[int]] | None = None
+        self.messages: dict[str, EngineRequest] = {}
+        self.endings: dict[str, Ending] = {}
+        self.requests: dict[str, Request] = {}  # those that have had a piece, in order of arrival
+        self.live: list[str] = []  # in order of arrival
+        self.aborted: set[str] = set()
+        self.steps = 0
+        self.bound = 0  # steps that all requests so far may take together
+
+    @property
+    def capacity(self) -> int:
+        return self.allocator.num_usable * self.block_size
+
+    def add(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> str:
+        name = f"r{len(self.messages)}"
+        message = EngineRequest(name, tuple(prompt), SamplingParams(), max_tokens,
+                                stop_token_ids=frozenset(stop), eos_token_ids=frozenset([EOS]))
+        self.messages[name], self.endings[name] = message, Ending()
+        self.live.append(name)
+        self.bound += len(prompt) + max_tokens + 3
+        self.scheduler.add(message)
+        return name
+
+    def abort(self, names: Sequence[str]) -> None:
+        live = {name for name in names if name in self.live}
+        self.aborted |= live
+        deltas = self.scheduler.abort(names)
+        assert {delta.request_id for delta in deltas} == live and len(deltas) == len(live)
+        self._take(deltas)
+        self.check()
+
+    def step(self) -> SchedulerOutput:
+        running = [name for name in self.live if self._status(name) is RequestStatus.RUNNING]
+        before = {name: request.num_preemptions for name, request in self.requests.items()}
+        step = self.scheduler.schedule(float(self.steps))
+        self.steps += bool(step.pieces or self.in_flight)
+        self._check_step(step)
+        self._check_preemption(running, before)
+        sampled = self.device.run(step) if step.pieces else None
+        assert sampled is not None or self.in_flight is not None or not self.live, "nothing runs and nothing will"
+        if self.in_flight is not None:
+            self._take(self.scheduler.update(*self.in_flight))
+        self.in_flight = None if sampled is None else (step, sampled)
+        self.check()
+        return step
+
+    def drain(self) -> None:
+        """Run until everything has ended, and compare all of it."""
+        while self.live or self.in_flight:
+            self.step()
+            assert self.steps <= self.bound + len(self.messages) + 2, "too many steps"
+        assert not self.scheduler.has_unfinished()
+        assert self.allocator.num_free == self.allocator.num_usable, "blocks are lost"
+        assert self.scheduler.kv_slots() == (0, 0)
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        for name, message in self.messages.items():
+            self._check_ending(self.endings[name], expected_ending(message, self.model), name in self.aborted)
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        held, empty = self.scheduler.kv_slots()
+        assert 0 <= empty <= held <= self.capacity
+        assert held == self.allocator.num_used * self.block_size
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+        assert self.scheduler.live_ids() == self.live
+
+    def _status(self, name: str) -> RequestStatus:
+        return self.requests[name].status if name in self.requests else RequestStatus.WAITING
+
+    def _check_step(self, step: SchedulerOutput) -> None:
+        pieces = step.pieces
+        self.requests |= {piece.request.request_id: piece.request for piece in pieces}
+        assert step.num_tokens == sum(piece.num_tokens for piece in pieces) <= self.budget
+        assert step.num_tokens <= max(self.sizes), "no step size holds this step"
+        assert len({piece.slot for piece in pieces}) == len(pieces)
+        names = [piece.request.request_id for piece in pieces]
+        assert names == sorted(names, key=self.live.index), "pieces are not in order of arrival"
+        for piece in pieces:
+            request = piece.request
+            assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "blocks held without need"
+        if self.live and self.live[0] not in names:
+            oldest = self.requests[self.live[0]]
+            assert oldest.num_output_tokens == oldest.message.max_tokens, "the oldest request has to wait"
+
+    def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
+        preempted = [name for name in self.live
+                     if name in before and self.requests[name].num_preemptions > before[name]]
+        stayed = [name for name in running if name not in preempted]
+        assert [*stayed, *preempted] == running, "a younger request stayed where an older one had to go"
+        if preempted:
+            assert stayed, "all were preempted"
+
+    def _take(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            ending = self.endings[delta.request_id]
+            assert ending.finish_reason is None, "news of a request that has ended"
+            ending.token_ids += delta.token_ids
+            ending.finish_reason = delta.finish_reason
+            ending.stop_reason, ending.error = delta.stop_reason, delta.error
+            ending.scheduled_times += delta.scheduled_time is not None
+            if delta.finish_reason is not None:
+                self.live.remove(delta.request_id)
+
+    def _check_ending(self, found: Ending, wanted: Ending, aborted: bool) -> None:
+        if aborted:
+            assert found.finish_reason == "abort"
+            assert found.token_ids == wanted.token_ids[: len(found.token_ids)]
+            return
+        assert (found.token_ids, found.finish_reason, found.stop_reason) == (
+            wanted.token_ids, wanted.finish_reason, wanted.stop_reason)
+        assert (found.error is not None) == (wanted.finish_reason == "error")
+        assert found.scheduled_times == (len(found.token_ids) > 0), "scheduled_time comes once, with the first token"
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts and steps at random over pools, slots and budgets of every size down to the least."""
+
+    @initialize(
+        num_blocks=st.integers(2, 14), block_size=st.sampled_from([1, 2, 4, 16]), max_num_seqs=st.integers(1, 6),
+        budget=st.sampled_from([1, 2, 3, 7, 16, 33, 80]), ladder=st.sampled_from(["cpu", "cuda", "sparse", "none"]),
+    )
+    def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str) -> None:
+        sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
+        self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
+                               sizes=sizes.get(ladder) or step_sizes(budget, ladder))
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        room = min(self.harness.capacity, 48)
+        if room < 2:
+            return
+        length = data.draw(st.integers(1, room - 1), "prompt length")
+        max_tokens = data.draw(st.integers(1, min(room - length, 20)), "max_tokens")
+        prompt = data.draw(st.binary(min_size=length, max_size=length), "prompt")
+        stop = data.draw(st.sampled_from([(), (EOS,), (EOS, 5)]), "stop")
+        self.harness.add([token % VOCAB for token in prompt], max_tokens, stop)
+
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    @precondition(lambda self: self.harness.messages)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        names = st.sampled_from([*self.harness.messages, "unknown"])
+        self.harness.abort(data.draw(st.lists(names, min_size=1, max_size=3), "aborted"))
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.drain()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=25)
+
+
+@pytest.mark.slow
+def test_long_random_runs() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=600, stateful_step_count=60))
+
+
+def prompts(count: int, length: int) -> Iterator[list[int]]:
+    for number in range(count):
+        yield [(number + place) % VOCAB for place in range(length)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 33, 64])
+def test_a_full_house_with_the_least_pool(budget: int) -> None:
+    """Eight requests that each need the whole pool: one after another, all in full."""
+    harness = Harness(num_blocks=5, block_size=4, max_num_seqs=4, budget=budget, model=plain_token)
+    for prompt in prompts(8, 10):
+        harness.add(prompt, 6)
+    harness.drain()
+
+
+def test_half_done_prefills_do_not_block_one_another() -> None:
+    """Two prompts of three blocks each in a pool of four: both would stick halfway if both were let in."""
+    harness = Harness(num_blocks=5, block_size=4, max_num_seqs=4, budget=4, model=plain_token)
+    first, second = (harness.add(prompt, 2) for prompt in prompts(2, 12))
+    harness.step()
+    assert harness.scheduler.num_running == 1
+    harness.drain()
+    assert harness.scheduler.num_preemptions == 0
+    assert harness.endings[first].finish_reason == harness.endings[second].finish_reason == "length"
+
+
+def test_nobody_is_let_in_only_to_be_thrown_out_by_the_next_block_of_an_older_request() -> None:
+    harness = Harness(num_blocks=5, block_size=4, max_num_seqs=2, budget=32, model=plain_token)
+    for length in (4, 12):
+        harness.add([1] * length, 4)
+    harness.drain()
+    assert harness.scheduler.num_preemptions == 0
+
+
+def test_the_youngest_goes_when_blocks_run_out_and_comes_back() -> None:
+    harness = Harness(num_blocks=9, block_size=2, max_num_seqs=4, budget=16, model=plain_token)
+    names = [harness.add(prompt, 9) for prompt in prompts(3, 3)]
+    harness.drain()
+    preemptions = [harness.requests[name].num_preemptions for name in names]
+    assert preemptions[0] == 0 < preemptions[2] and preemptions == sorted(preemptions)
+    assert sum(preemptions) == harness.scheduler.num_preemptions
+
+
+def test_a_request_in_mid_decode_that_is_preempted_waits_for_its_last_id() -> None:
+    """Its sampled token is in flight when it loses its blocks: it must not come back before that id is known."""
+    harness = Harness(num_blocks=6, block_size=2, max_num_seqs=2, budget=8, model=plain_token)
+    old, young = (harness.add(prompt, 6) for prompt in prompts(2, 2))
+    while not harness.requests.get(young) or not harness.requests[young].num_preemptions:
+        harness.step()
+        assert harness.live, "nobody was preempted"
+    harness.drain()
+    assert harness.endings[young].token_ids == expected_ending(harness.messages[young], plain_token).token_ids
+    assert harness.requests[old].num_preemptions == 0
+
+
+def test_a_step_is_one_ahead_and_its_row_of_a_stopped_request_is_ignored() -> None:
+    """The device has computed a token more than the request wanted; nobody sees it."""
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=plain_token)
+    prompt = [1, 2, 3]
+    first = plain_token(prompt)
+    name = harness.add(prompt, 10, stop=[first])
+    steps = []
+    while harness.live:
+        steps.append(harness.step())
+    assert [step.num_sampled for step in steps] == [1, 1]
+    assert harness.endings[name].token_ids == [first]
+    assert harness.allocator.num_used == 0, "blocks are free as soon as the next step is on its way"
+    harness.drain()
+
+
+def test_the_last_token_by_length_is_not_computed_on() -> None:
+    """Lengths are known ahead: no step has a row too many."""
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=plain_token)
+    harness.add([1, 2, 3], 4)
+    tokens = 0
+    while harness.live:
+        tokens += harness.step().num_tokens
+    assert tokens == 3 + 4 - 1
+
+
+def test_an_end_id_at_the_limit_is_a_stop() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=lambda tokens: EOS)
+    stopped = harness.add([1], 1, stop=[EOS])
+    ignored = harness.add([1], 1)
+    harness.drain()
+    assert harness.endings[stopped] == Ending([EOS], "stop", None, None, 1)
+    assert harness.endings[ignored] == Ending([EOS], "length", None, None, 1)
+
+
+def test_a_stop_id_of_the_users_is_the_stop_reason() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=lambda tokens: 7)
+    name = harness.add([1], 5, stop=[EOS, 7])
+    harness.drain()
+    assert harness.endings[name] == Ending([7], "stop", 7, None, 1)
+
+
+def test_a_failed_row_ends_only_its_own_request() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=3, budget=16,
+                      model=lambda tokens: FAILED_TOKEN if tokens[0] == 9 and len(tokens) == 4 else 1)
+    good, bad, other = harness.add([1, 2], 6), harness.add([9, 2], 6), harness.add([3], 6)
+    harness.drain()
+    assert harness.endings[bad].token_ids == [1, 1]
+    assert "not finite" in str(harness.endings[bad].error)
+    assert harness.endings[good].token_ids == harness.endings[other].token_ids == [1] * 6
+
+
+def test_an_id_given_twice_is_aborted_once() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=1, budget=8)
+    running, waiting = harness.add([1, 2], 4), harness.add([3], 4)
+    harness.step()
+    harness.abort([running, waiting, running, "unknown", waiting])
+    harness.abort([running])
+    assert not harness.live
+    harness.drain()
+
+
+def test_an_id_can_be_used_again_while_a_step_of_the_old_one_runs() -> None:
+    allocator = BlockAllocator(9)
+    scheduler = Scheduler(allocator, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
+    message = EngineRequest("same", (1, 2), SamplingParams(), 3)
+    scheduler.add(message)
+    running = scheduler.schedule()
+    scheduler.abort(["same"])
+    scheduler.add(message)
+    again = scheduler.schedule()
+    assert scheduler.update(running, [5]) == []
+    [delta] = scheduler.update(again, [6])
+    assert delta.token_ids == (6,) and delta.finish_reason is None
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("decodes", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("length", [2, 3, 10, 40])
+def test_padding_never_keeps_a_prompt_waiting(platform: str, decodes: int, length: int) -> None:
+    """Even where the running requests fill a step size exactly, and a few tokens more mean a much larger step."""
+    harness = Harness(num_blocks=512, block_size=16, max_num_seqs=160, budget=256, model=plain_token,
+                      sizes=step_sizes(256, platform))
+    for prompt in prompts(decodes, 1):
+        harness.add(prompt, 60)
+    harness.step()
+    name = harness.add([1] * length, 5)
+    for _ in range(length + 1):
+        harness.step()
+    assert harness.endings[name].token_ids, f"no token after {length + 1} steps"
+
+
+def test_prefill_is_cut_where_padding_would_cost_more() -> None:
+    """130 tokens in a step of 256 take longer than 128 in a step of 128 and the rest later."""
+    harness = Harness(num_blocks=64, block_size=16, max_num_seqs=4, budget=256, model=plain_token)
+    harness.add([1] * 130, 1)
+    assert [harness.step().num_tokens for _ in range(2)] == [128, 2]
+    harness.drain()
+
+
+def test_running_requests_come_before_a_long_prompt() -> None:
+    """Streams go on token by token while a prompt is processed in pieces, and the pieces fill the budget."""
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=16, model=plain_token)
+    streams = [harness.add(prompt, 20) for prompt in prompts(2, 2)]
+    for _ in range(2):
+        harness.step()
+    long = harness.add([1] * 100, 2)
+    for _ in range(7):
+        step = harness.step()
+        by_name = {piece.request.request_id: piece.num_tokens for piece in step.pieces}
+        assert [by_name[name] for name in streams] == [1, 1]
+        assert by_name[long] == 14
+        assert step.kind == "mixed"
+    harness.drain()
+
+
+def test_kinds_of_steps() -> None:
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=16, model=plain_token)
+    harness.add([1, 2, 3], 3)
+    assert [harness.step().kind for _ in range(2)] == ["prefill", "decode"]
+    harness.add([1, 2], 3)
+    assert harness.step().kind == "mixed"
+
+
+def test_held_but_empty_slots_are_those_past_the_computed_tokens() -> None:
+    harness = Harness(num_blocks=64, block_size=16, max_num_seqs=4, budget=64, model=plain_token)
+    harness.add([1] * 18, 20)
+    harness.add([2] * 14, 20)
+    harness.step()
+    assert harness.scheduler.kv_slots() == (48, 48 - 18 - 14)
+    for _ in range(3):  # three more tokens each; the second request begins a block for the third
+        harness.step()
+    assert harness.scheduler.kv_slots() == (64, 64 - 21 - 17)
+
+
+def test_what_can_never_fit_is_not_taken() -> None:
+    harness = Harness(num_blocks=3, block_size=4, max_num_seqs=2, budget=8)
+    harness.add([1] * 4, 4)
+    with pytest.raises(AssertionError, match="can never be had"):
+        harness.scheduler.add(EngineRequest("large", (1,) * 5, SamplingParams(), 4))
+    harness.drain()
