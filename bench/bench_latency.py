@@ -34,7 +34,7 @@ def read_weights_s(llm: Any, repeat: int = 20) -> float:
     """Least time in seconds to read the engine's weights once."""
     import jax
 
-    weights = [leaf.ravel() for leaf in jax.tree.leaves(llm._engine._runner._params)]  # nothing public hands them out
+    weights = [leaf.ravel() for leaf in jax.tree.leaves(llm.get_params())]
     # Sums of several parts, since XLA on a CPU keeps the sum of a whole array on one core.
     parts = [8 if leaf.size % 8 == 0 else 1 for leaf in weights]
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ContextLengthError, RequestError
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
+from jaxpaged.execution.programs import Params
 from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, TokenDelta
 from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.scheduler import Scheduler
@@ -52,6 +53,11 @@ class Engine:
         self._undelivered: list[TokenDelta] = []
         self._stats = EngineStats(blocks_total=self._allocator.num_usable, compilations=self._runner.num_compiled)
         self._busy_since: float | None = None
+
+    @property
+    def params(self) -> Params:
+        """The weights on the device, as a nested dict."""
+        return self._runner.params
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.

@@ -125,6 +125,10 @@ class LLM:
         values["jaxpaged:kv_internal_fragmentation_ratio_mean"] = stats.kv_slots_empty_sum / held if held else 0.0
         return values
 
+    def get_params(self) -> dict[Any, Any]:
+        """The weights on the device, as the nested dict that `update_weights` takes. They must not be donated."""
+        return self._live_engine().params
+
     def update_weights(self, params: Mapping[Any, Any]) -> None:
         """Use other weights of the same shapes and dtypes from the next request on.
 

@@ -19,6 +19,7 @@ from jaxpaged.execution.memory_plan import plan_memory
 from jaxpaged.execution.model_runner import ModelRunner
 from jaxpaged.execution.programs import Params, ProgramSet, StepShape, step_sizes
 from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxpaged.loading.host_memory import move_zeros_to_huge_pages
 from jaxpaged.loading.hub import cache_dir, resolve_model
 from jaxpaged.loading.weights import load_params
 from jaxpaged.messages import EngineInfo
@@ -103,7 +104,11 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         max_model_len = held
     programs, shape = programs_for(plan.num_blocks)
     params = _load_and_compile(model, programs, lazily=config.enforce_eager)
-    runner = ModelRunner(programs, params, cache, shape, device=device.device)
+    pools = cache.allocate(plan.num_blocks, device.device)
+    if on_cpu:
+        for pool in jax.block_until_ready(jax.tree.leaves(pools)):
+            move_zeros_to_huge_pages(pool.unsafe_buffer_pointer(), pool.nbytes)
+    runner = ModelRunner(programs, params, pools, shape, device=device.device)
     info = EngineInfo(
         model=config.model,
         architecture=model.config.architecture,
@@ -151,7 +156,7 @@ def _load(
     return load_params(
         shapes, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
         tied=config.tie_embeddings, dtype=dtype, place=lambda array: jax.device_put(array, device.device),
-        progress=progress,
+        keep_in_place=device.platform == "cpu", progress=progress,
     )
 
 

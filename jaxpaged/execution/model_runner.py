@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.programs import ADMIT_SIZES, Params, ProgramSet, StepShape
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.messages import EngineRequest
+from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.scheduler import SchedulerOutput
 
 
@@ -39,13 +39,14 @@ class ModelRunner:
     Args:
         programs: the compiled set.
         params: the weights on the device.
+        pools: zeroed pools on the device; the runner owns them from now on.
     """
 
     def __init__(
         self,
         programs: ProgramSet,
         params: Params,
-        cache: KVCacheSpec,
+        pools: Pools,
         shape: StepShape,
         *,
         device: jax.Device,
@@ -54,10 +55,14 @@ class ModelRunner:
         self._params = params
         self._shape = shape
         slots = shape.max_num_seqs + 1
-        self._pools = cache.allocate(shape.num_blocks, device)
+        self._pools = pools
         self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=device)
         self._last_id = jnp.zeros(slots, jnp.int32, device=device)
         self._sampling = jax.device_put(state_of((), slots), device)
+
+    @property
+    def params(self) -> Params:
+        return self._params
 
     @property
     def num_compiled(self) -> int:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint
+from jaxpaged.loading.host_memory import HostArena, zeros
 from jaxpaged.models.weight_rules import Transform, WeightRule
 
 Place = Callable[[np.ndarray], jax.Array]
@@ -21,8 +22,6 @@ KeyPath = tuple[str | int, ...]
 
 # Dequantising releases the interpreter lock; more threads than this gain little and each holds a tensor.
 _THREADS = 2
-# At this alignment the CPU backend uses host memory as it is, without a copy.
-_ALIGNMENT = 64
 _MAX_PROBLEMS = 20
 
 
@@ -46,6 +45,7 @@ def load_params(
     tied: bool = False,
     dtype: DTypeLike = np.float32,
     place: Place | None = None,
+    keep_in_place: bool = False,
     progress: bool = False,
 ) -> dict[Any, Any]:
     """Load all parameters; the host holds no more than two tensors besides them.
@@ -60,6 +60,8 @@ def load_params(
         dtype: of the parameters.
         place: puts a finished host array on its devices; by default on the default device. The array is C-contiguous
             and 64-byte aligned, and nobody writes to it afterwards.
+        keep_in_place: `place` keeps using the host array itself, as on the CPU backend: all are cut from one piece of
+            memory, in huge pages.
         progress: show a bar.
 
     Returns:
@@ -76,11 +78,12 @@ def load_params(
     place = place or jax.device_put
     params: dict[Any, Any] = {}
     total = sum(math.prod(task.shape) for task in tasks) * target.itemsize
+    take = HostArena(total, len(tasks)).take if keep_in_place else zeros
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_THREADS, thread_name_prefix="load-weights") as pool,
     ):
-        futures = {pool.submit(_load, checkpoint, task, target, place): task for task in tasks}
+        futures = {pool.submit(_load, checkpoint, task, target, place, take): task for task in tasks}
         try:
             for future in as_completed(futures):
                 task = futures[future]
@@ -132,28 +135,24 @@ def _plan(
     return tasks
 
 
-def _load(checkpoint: Checkpoint, task: _Task, dtype: np.dtype, place: Place) -> jax.Array:
+def _load(
+    checkpoint: Checkpoint, task: _Task, dtype: np.dtype, place: Place, take: Callable[[int], np.ndarray]
+) -> jax.Array:
     stored = checkpoint.shape(task.tensor)
+    memory = take(math.prod(task.shape) * dtype.itemsize).view(dtype)
     # If the transform only relabels axes, the tensor is read straight into the parameter's memory: one of these two
-    # orders makes it contiguous once relabelled. Untouched zeros cost no memory until then.
+    # orders makes it contiguous once relabelled.
     orders: tuple[Literal["C", "F"], ...] = ("C", "F")
     for order in orders:
-        buffer = _aligned_zeros(stored, dtype, order)
+        buffer = memory.reshape(stored, order=order)
         param = task.transform(buffer)
         if param.flags.c_contiguous and np.may_share_memory(param, buffer):
             checkpoint.read(task.tensor, buffer)
             break
     else:
-        param = _aligned_zeros(task.shape, dtype, "C")
+        param = memory.reshape(task.shape)
         param[...] = task.transform(checkpoint.read(task.tensor))
     return jax.block_until_ready(place(param))  # waiting bounds the host arrays that copies are still reading
-
-
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype, order: Literal["C", "F"]) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start:start + size].view(dtype).reshape(shape, order=order)
 
 
 def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...] | None:

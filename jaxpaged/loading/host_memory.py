@@ -1,0 +1,67 @@
+"""Host memory in huge pages where the system has them.
+
+On CPU the weights and the KV pools are read from end to end, or at random, every step. With 4 KiB pages much of that
+time goes into address translation; 2 MiB pages gave 10 to 20 % shorter steps. All of it is best effort: without the
+system call, or its consent, memory works as ever.
+"""
+
+import ctypes
+import mmap
+import sys
+import threading
+
+import numpy as np
+
+_HUGE_PAGE = 2**21
+_ALIGNMENT = 64  # at this alignment the CPU backend uses host memory as it is, without a copy
+
+
+class HostArena:
+    """One piece of zeroed memory that many arrays are cut from; it lives as long as any of them.
+
+    Args:
+        size: bytes of all arrays together.
+        count: number of arrays, for the gaps between them.
+    """
+
+    def __init__(self, size: int, count: int) -> None:
+        self._memory = np.zeros(size + count * _ALIGNMENT + _ALIGNMENT, np.uint8)
+        self._next = -self._memory.ctypes.data % _ALIGNMENT
+        self._lock = threading.Lock()
+        _advise(self._memory.ctypes.data, self._memory.nbytes, mmap_advice("MADV_HUGEPAGE"))
+
+    def take(self, size: int) -> np.ndarray:
+        """`size` bytes, aligned to 64; may be called from several threads."""
+        with self._lock:
+            first = self._next
+            self._next = first + size + -size % _ALIGNMENT
+        assert self._next <= self._memory.nbytes, f"the arena of {self._memory.nbytes} bytes is full"
+        return self._memory[first : first + size]
+
+
+def zeros(size: int) -> np.ndarray:
+    """`size` zero bytes of their own, aligned to 64."""
+    return HostArena(size, 1).take(size)
+
+
+def move_zeros_to_huge_pages(address: int, size: int) -> None:
+    """Back memory that holds nothing but zeros by huge pages: given back to the system, it returns as zeros."""
+    drop, huge = mmap_advice("MADV_DONTNEED"), mmap_advice("MADV_HUGEPAGE")
+    if huge is not None and _advise(address, size, huge):
+        _advise(address, size, drop)
+
+
+def mmap_advice(name: str) -> int | None:
+    """The number of an madvise advice; None where the system does not know it."""
+    return getattr(mmap, name, None) if sys.platform == "linux" else None
+
+
+def _advise(address: int, size: int, advice: int | None) -> bool:
+    """madvise the huge pages that lie within a range; False if it was refused, or there are none."""
+    first = address + -address % _HUGE_PAGE
+    length = (address + size - first) // _HUGE_PAGE * _HUGE_PAGE
+    if advice is None or length <= 0:
+        return False
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return bool(madvise(first, length, advice) == 0)
