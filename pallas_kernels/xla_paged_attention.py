@@ -29,9 +29,9 @@ MASKED = -1e30  # finite, so that a row with nothing to see stays finite
 class TileSizes:
     """Sizes that trade padding against loop overhead; `*_chunk` counts tokens of context."""
 
-    group: int = 8
-    group_chunk: int = 128
-    tile_rows: int = 32
+    group: int = 4
+    group_chunk: int = 64
+    tile_rows: int = 64
     tile_chunk: int = 128
     least_tiled: int = 16  # steps of fewer rows run all of them as tiles of one
 
