@@ -19,7 +19,7 @@ from jaxpaged.execution.memory_plan import plan_memory
 from jaxpaged.execution.model_runner import ModelRunner
 from jaxpaged.execution.programs import Params, ProgramSet, StepShape, step_sizes
 from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxpaged.loading.host_memory import move_zeros_to_huge_pages
+from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
 from jaxpaged.loading.weights import load_params
 from jaxpaged.messages import EngineInfo
@@ -104,10 +104,11 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         max_model_len = held
     programs, shape = programs_for(plan.num_blocks)
     params = _load_and_compile(model, programs, lazily=config.enforce_eager)
-    pools = cache.allocate(plan.num_blocks, device.device)
     if on_cpu:
-        for pool in jax.block_until_ready(jax.tree.leaves(pools)):
-            move_zeros_to_huge_pages(pool.unsafe_buffer_pointer(), pool.nbytes)
+        return_free_memory()
+        pools = cache.allocate(plan.num_blocks, device.device, _settle)
+    else:
+        pools = cache.allocate(plan.num_blocks, device.device)
     runner = ModelRunner(programs, params, pools, shape, device=device.device)
     info = EngineInfo(
         model=config.model,
@@ -172,6 +173,10 @@ def _load_and_compile(model: _Model, programs: ProgramSet, *, lazily: bool) -> P
         params = model.load(progress)
         compiling.result()
     return params
+
+
+def _settle(pool: jax.Array) -> None:
+    move_zeros_to_huge_pages(jax.block_until_ready(pool).unsafe_buffer_pointer(), pool.nbytes)
 
 
 def _context(config: EngineConfig, model: ModelConfig) -> int:

@@ -1,5 +1,6 @@
 """The page pools: their layout and their size in bytes. Axis 0 is always the block."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -33,11 +34,15 @@ class KVCacheSpec:
         one = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
         return ((one, one),) * self.num_layers
 
-    def allocate(self, num_blocks: int, device: jax.Device) -> Pools:
-        """Zeroed pools on the device."""
+    def allocate(
+        self, num_blocks: int, device: jax.Device, settle: Callable[[jax.Array], None] = lambda pool: None
+    ) -> Pools:
+        """Zeroed pools on the device, made one by one; `settle` sees each before the next."""
         shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
         def pool() -> jax.Array:
-            return jnp.zeros(shape, self.dtype, device=device)
+            zeros = jnp.zeros(shape, self.dtype, device=device)
+            settle(zeros)
+            return zeros
 
         return tuple((pool(), pool()) for _ in range(self.num_layers))
