@@ -21,6 +21,8 @@ from jaxpaged.scheduling.scheduler import FAILED_TOKEN
 Rows = jax.Array | np.ndarray  # one entry per row, on the device or still on the host
 
 _LOW_HALF = 0xFFFFFFFF
+_LEAST_TOP_P = 1e-30
+_MOST_TEMPERATURE = 1e30
 
 
 @partial(jax.tree_util.register_dataclass,
@@ -53,7 +55,8 @@ def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
         return np.array([*values, *[padding] * (rows - len(values))], dtype)
 
     return SamplingState(
-        temperature=column([0 if item.greedy else item.temperature for item in params], 0, np.float32),
+        temperature=column([0 if item.greedy else min(item.temperature, _MOST_TEMPERATURE) for item in params], 0,
+                           np.float32),
         top_k=column([item.top_k if 0 < item.top_k < 2**31 else 0 for item in params], 0, np.int32),
         top_p=column([item.top_p for item in params], 1, np.float32),
         min_p=column([item.min_p for item in params], 0, np.float32),
@@ -74,11 +77,11 @@ def sample(logits: jax.Array, state: SamplingState, position: jax.Array) -> jax.
     Returns:
         [B] int32; FAILED_TOKEN where a row's logits are not finite.
     """
-    highest = jnp.max(logits, axis=-1)
+    # XLA's maximum on CPU passes over NaN: as plus infinity it shows there.
+    highest = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
     greedy = _first_index(logits, highest)
     drawn = lax.cond(jnp.any(state.temperature > 0), _draw, lambda *_: greedy, logits, state, position)
     ids = jnp.where(state.temperature > 0, drawn, greedy)
-    # The maximum is NaN or infinite wherever any of the row is NaN or plus infinity.
     return jnp.where(jnp.isfinite(highest), ids, FAILED_TOKEN)
 
 
@@ -124,7 +127,8 @@ def keep_mask(scaled: jax.Array, top_k: Rows, top_p: Rows, min_p: Rows) -> jax.A
 
     def cut_top_p(kept: jax.Array) -> jax.Array:
         mass = jnp.where(kept, jnp.exp(relative), 0)
-        wanted = jnp.where(top_p < 1, top_p * jnp.sum(mass, axis=-1), 0)
+        # The most probable token's mass is 1; a top_p that float32 rounds to zero must not count as no cut.
+        wanted = jnp.where(top_p < 1, jnp.maximum(top_p, _LEAST_TOP_P) * jnp.sum(mass, axis=-1), 0)
         return kept & (order >= _threshold(order, mass, wanted)[:, None])
 
     kept = lax.cond(jnp.any((top_k > 0) & (top_k < vocab)), cut_top_k, lambda same: same, kept)
