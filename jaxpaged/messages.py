@@ -110,7 +110,7 @@ class EngineInfo:
 
     def summary(self) -> str:
         """The start-up line for people."""
-        tokens = self.num_blocks * self.block_size
+        tokens = (self.num_blocks - 1) * self.block_size  # the null block holds none
         return (
             f"{self.model} ({self.architecture}) on {self.device}, {self.dtype}: "
             f"weights {self.weight_bytes / 2**20:,.0f} MiB, "
