@@ -103,6 +103,8 @@ class EngineConfig:
             if value != item.default:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} {value} is not supported yet; leave it out")
+        if self.kv_cache_dtype in ("int8", "fp8"):
+            raise ConfigError(f"--kv-cache-dtype {self.kv_cache_dtype} is not supported yet; use a float dtype or auto")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
@@ -121,9 +123,9 @@ class EngineConfig:
 
 
 NOT_SUPPORTED = (
-    "quantization", "swap_space", "preemption_mode", "compiled", "enable_prefix_caching", "enable_chunked_prefill",
-    "scheduling_policy", "batch_invariant", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-    "enable_expert_parallel",
+    "quantization", "load_format", "swap_space", "preemption_mode", "compiled", "enable_prefix_caching",
+    "enable_chunked_prefill", "scheduling_policy", "batch_invariant", "tensor_parallel_size", "pipeline_parallel_size",
+    "data_parallel_size", "enable_expert_parallel",
 )
 
 
