@@ -13,7 +13,7 @@ from typing import Any, Self
 from jaxpaged.config import DEFAULT_MODEL, EngineConfig
 from jaxpaged.engine import Engine
 from jaxpaged.engine_loop import Message, run_engine_loop
-from jaxpaged.errors import EngineDeadError, OverloadedError
+from jaxpaged.errors import EngineDeadError, NotSupportedError, OverloadedError
 from jaxpaged.front import Front
 from jaxpaged.llm import Prompt, in_memory_model, print_line
 from jaxpaged.messages import AbortRequests, EngineInfo, EngineOutputs, Shutdown
@@ -63,10 +63,12 @@ class AsyncLLM:
             EngineDeadError: the engine has ended.
         """
         self._loop = self._loop or asyncio.get_running_loop()
-        if self._failure is not None:
-            raise self._failure
+        if priority:
+            raise NotSupportedError("priority is not supported yet; leave it out", param="priority")
         name = request_id or f"request-{next(self._ordinals)}"
-        request = await asyncio.to_thread(self._front.inputs.process, name, prompt, sampling_params, priority=priority)
+        request = await asyncio.to_thread(self._front.inputs.process, name, prompt, sampling_params)
+        if self._failure is not None:  # asked for only now: a failure while the prompt was read has told nobody
+            raise self._failure
         if self._num_live + len(request.sequences) > self._max_waiting:
             raise OverloadedError("too many requests are waiting; try again later, or raise max_waiting_requests")
         self._front.begin(request)
@@ -123,12 +125,11 @@ class AsyncLLM:
     def _run(self) -> None:
         try:
             run_engine_loop(self._engine, self._receive, self._send)
+            self._engine.shutdown()
             failure = EngineDeadError("this AsyncLLM has been shut down")
         except Exception as error:
             failure = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-        finally:
-            self._engine.shutdown()
         self._failure = failure
         self._on_loop(self._fail_all, failure)
 
