@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -181,24 +181,23 @@ class LLM:
             for (prompt, add_special_tokens), params in zip(prompts, _spread(sampling_params, len(prompts)),
                                                             strict=True)
         ]
-        for request in requests:
-            self._front.begin(request)
-            for sequence in request.sequences:
-                engine.add_request(sequence)
         try:
+            for request in requests:
+                self._front.begin(request)
+                for sequence in request.sequences:
+                    engine.add_request(sequence)
             finished = self._finish_all(engine, requests, use_tqdm)
-        except BaseException:  # an interrupt, for instance: leave nothing running
+        except BaseException:  # a refusal or an interrupt: leave nothing running
             for request in requests:
                 engine.abort(self._front.abort(request.request_id, time.monotonic()))
             raise
         return [finished[request.request_id] for request in requests]
 
     def _finish_all(
-        self, engine: Engine, requests: Iterable[ProcessedRequest], use_tqdm: bool
+        self, engine: Engine, requests: Sequence[ProcessedRequest], use_tqdm: bool
     ) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        total = len(list(requests))
-        with tqdm(total=total, desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+        with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             tokens = 0
             while engine.has_work():
                 done = self._front.process(engine.step(), time.monotonic())
