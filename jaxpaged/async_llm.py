@@ -6,15 +6,17 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from jaxpaged.config import DEFAULT_MODEL, EngineConfig
 from jaxpaged.engine import Engine
 from jaxpaged.engine_loop import Message, run_engine_loop
-from jaxpaged.errors import EngineDeadError, NotSupportedError, OverloadedError
+from jaxpaged.errors import EngineDeadError, NotSupportedError, OverloadedError, RequestError
 from jaxpaged.front import Front
+from jaxpaged.input_processor import ProcessedRequest
 from jaxpaged.llm import Prompt, in_memory_model, print_line
 from jaxpaged.messages import AbortRequests, EngineInfo, EngineOutputs, Shutdown
 from jaxpaged.outputs import RequestOutput
@@ -33,17 +35,20 @@ class AsyncLLM:
     def __init__(self, model: Any = DEFAULT_MODEL, **engine_args: Any) -> None:
         in_memory = in_memory_model(model)
         config = EngineConfig.from_kwargs(model="in-memory" if in_memory else model, **engine_args)
-        self._engine = Engine(config, print_line, model=in_memory)
-        self.info: EngineInfo = self._engine.info
+        engine = Engine(config, print_line, model=in_memory)
+        self._engine: Engine | None = engine  # for as long as its thread runs
+        self.info: EngineInfo = engine.info
         self._front = Front(config, self.info, has_files=in_memory is None)
         self._max_waiting = config.max_waiting_requests + self.info.max_num_seqs
         self._num_live = 0
         self._ordinals = itertools.count()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._keys: dict[str, str] = {}  # name of a running request -> the engine's key for it
+        self._aborted: set[str] = set()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="jaxpaged-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine,), name="jaxpaged-engine", daemon=True)
         self._thread.start()
         print_line(self.info.summary())
 
@@ -66,18 +71,35 @@ class AsyncLLM:
         if priority:
             raise NotSupportedError("priority is not supported yet; leave it out", param="priority")
         name = request_id or f"request-{next(self._ordinals)}"
-        request = await asyncio.to_thread(self._front.inputs.process, name, prompt, sampling_params)
-        if self._failure is not None:  # asked for only now: a failure while the prompt was read has told nobody
-            raise self._failure
-        if self._num_live + len(request.sequences) > self._max_waiting:
-            raise OverloadedError("too many requests are waiting; try again later, or raise max_waiting_requests")
-        self._front.begin(request)
+        if name in self._keys:
+            raise RequestError("a request with this request_id is running", param="request_id")
+        # The engine may still deliver the end of a request whose name is used again: it knows each by a key of its own.
+        key = f"{next(self._ordinals)}:{name}"
+        self._keys[name] = key
+        try:
+            request = await asyncio.to_thread(self._front.inputs.process, key, prompt, sampling_params)
+            if self._failure is not None:  # asked for only now: a failure while the prompt was read has told nobody
+                raise self._failure
+            if self._num_live + len(request.sequences) > self._max_waiting:
+                raise OverloadedError("too many requests are waiting; try again later, or raise max_waiting_requests")
+            self._front.begin(request)
+            async with contextlib.aclosing(self._outputs_of(request)) as outputs:
+                async for output in outputs:
+                    yield replace(output, request_id=name)
+        finally:
+            del self._keys[name]
+            self._aborted.discard(key)
+
+    async def _outputs_of(self, request: ProcessedRequest) -> AsyncGenerator[RequestOutput, None]:
+        key = request.request_id
         stream: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._streams[name] = stream
+        self._streams[key] = stream
         self._num_live += len(request.sequences)
         try:
             for sequence in request.sequences:
                 self._inbox.put(sequence)
+            if key in self._aborted:
+                self._inbox.put(AbortRequests(self._front.sequences(key)))
             finished = False
             while not finished:
                 output = await stream.get()
@@ -87,14 +109,18 @@ class AsyncLLM:
                 yield output
         finally:
             self._num_live -= len(request.sequences)
-            del self._streams[name]
-            self._stop(name)
+            del self._streams[key]
+            sequences = self._front.abort(key, time.monotonic())
+            if sequences:
+                self._inbox.put(AbortRequests(tuple(sequences)))
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; whoever iterates over it gets a last output with finish_reason "abort"."""
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            self._inbox.put(AbortRequests(self._front.sequences(request_id)))
+        key = self._keys.get(request_id)
+        if key in self._streams:
+            self._inbox.put(AbortRequests(self._front.sequences(key)))
+        elif key is not None:
+            self._aborted.add(key)  # its prompt is still being read
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer."""
@@ -108,6 +134,7 @@ class AsyncLLM:
         """End the engine and every request that is still running."""
         self._inbox.put(Shutdown())
         self._thread.join()
+        self._engine = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,15 +144,10 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    def _stop(self, request_id: str) -> None:
-        sequences = self._front.abort(request_id, time.monotonic())
-        if sequences:
-            self._inbox.put(AbortRequests(tuple(sequences)))
-
-    def _run(self) -> None:
+    def _run(self, engine: Engine) -> None:
         try:
-            run_engine_loop(self._engine, self._receive, self._send)
-            self._engine.shutdown()
+            run_engine_loop(engine, self._receive, self._send)
+            engine.shutdown()
             failure = EngineDeadError("this AsyncLLM has been shut down")
         except Exception as error:
             failure = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")

@@ -53,6 +53,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks, instead of a share", group="memory")
     kv_cache_dtype: str = _flag("auto", "dtype of the KV pool; auto: the model's",
                                 choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"), group="memory")
+    cpu_attention: str = _flag(
+        "auto", "attention on CPU: a native kernel, compiled at the first start, or XLA; auto: native where it can be "
+        "built", choices=("auto", "native", "xla"), group="memory")
     swap_space: str | None = _flag(None, "host memory for swapped KV blocks in GiB", group="memory")
     preemption_mode: str = _flag("recompute", "what to do with a preempted request's KV",
                                  choices=("recompute", "swap"), group="memory")

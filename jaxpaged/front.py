@@ -5,8 +5,8 @@ from pathlib import Path
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import RequestError
 from jaxpaged.input_processor import InputProcessor, ProcessedRequest, default_sampling_params
-from jaxpaged.loading.hf_checkpoint import read_generation_config
 from jaxpaged.loading.hub import resolve_model
+from jaxpaged.loading.json_files import read_generation_config
 from jaxpaged.messages import EngineInfo, EngineOutputs
 from jaxpaged.metrics import Metrics
 from jaxpaged.output_processor import OutputProcessor, ProcessedOutputs

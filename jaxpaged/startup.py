@@ -16,7 +16,7 @@ from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.execution.devices import DeviceInfo, select_device
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.memory_plan import plan_memory
-from jaxpaged.execution.model_runner import ModelRunner
+from jaxpaged.execution.model_runner import ModelRunner, placed
 from jaxpaged.execution.programs import Params, ProgramSet, StepShape, step_sizes
 from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
@@ -26,6 +26,7 @@ from jaxpaged.messages import EngineInfo
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.transformer import Transformer
+from jaxpaged.pallas_kernels import native_attention
 
 Report = Callable[[str], None]
 
@@ -72,7 +73,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     began = time.monotonic()
     device = select_device(config.device)
     _enable_compilation_cache()
-    model = _from_memory(in_memory) if in_memory else _from_checkpoint(config, device)
+    model = _from_memory(in_memory, device) if in_memory else _from_checkpoint(config, device)
     dtype = jax.tree.leaves(model.shapes)[0].dtype
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     cache = KVCacheSpec.of(model.config, config.block_size, cache_dtype)
@@ -80,12 +81,13 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     budget = config.max_num_batched_tokens or (256 if on_cpu else 8192)
     max_model_len = _context(config, model.config)
+    native = _native_attention(config.cpu_attention, device, {jnp.dtype(dtype), jnp.dtype(cache_dtype)}, report)
 
     def programs_for(num_blocks: int) -> tuple[ProgramSet, StepShape]:
         shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),
                           config.block_size, num_blocks)
         return ProgramSet(model.graph, model.shapes, model.config, cache, shape, device=device.device,
-                          platform=device.platform), shape
+                          platform=device.platform, native_attention=native), shape
 
     temporary_bytes = 0
     if not on_cpu or config.gpu_memory_utilization is not None:
@@ -144,10 +146,10 @@ def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> _Model:
                   lambda progress: _load(checkpoint, family, model_config, shapes, dtype, device, progress))
 
 
-def _from_memory(model: InMemoryModel) -> _Model:
+def _from_memory(model: InMemoryModel, device: DeviceInfo) -> _Model:
     graph, _ = nnx.split(model.module)
     shapes = jax.eval_shape(lambda: model.params)
-    return _Model(model.module.config, graph, shapes, lambda progress: model.params)
+    return _Model(model.module.config, graph, shapes, lambda progress: placed(model.params, device.device))
 
 
 def _load(
@@ -177,6 +179,23 @@ def _load_and_compile(model: _Model, programs: ProgramSet, *, lazily: bool) -> P
 
 def _settle(pool: jax.Array) -> None:
     move_zeros_to_huge_pages(jax.block_until_ready(pool).unsafe_buffer_pointer(), pool.nbytes)
+
+
+def _native_attention(wanted: str, device: DeviceInfo, dtypes: set[jnp.dtype], report: Report) -> bool:
+    """Whether attention runs in the native kernel, which is then built and registered."""
+    if wanted == "xla" or (wanted == "auto" and (device.platform != "cpu" or dtypes != {jnp.dtype("float32")})):
+        return False
+    if device.platform != "cpu":
+        raise ConfigError(f"--cpu-attention native cannot run on {device.platform}; leave it out")
+    if dtypes != {jnp.dtype("float32")}:
+        raise ConfigError("--cpu-attention native needs weights and KV pool in float32; add --dtype float32 "
+                          "--kv-cache-dtype float32, or leave it out")
+    failure = native_attention.build(cache_dir() / "native")
+    if failure is not None and wanted == "native":
+        raise ConfigError(f"--cpu-attention native cannot be built: {failure}; use auto or xla")
+    if failure is not None:
+        report(f"attention runs on XLA, more slowly than the native kernel would: {failure}")
+    return failure is None
 
 
 def _context(config: EngineConfig, model: ModelConfig) -> int:

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import errno
 import importlib.util
-import json
 import logging
 import os
 import resource
@@ -15,14 +14,14 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from jaxpaged.errors import CheckpointError, ConfigError, EngineDeadError, JaxpagedError
+from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.input_processor import InputProcessor, default_sampling_params
 from jaxpaged.loading.hub import resolve_model
+from jaxpaged.loading.json_files import read_generation_config
 from jaxpaged.metrics import Metrics
 from jaxpaged.server.args import Arguments, ServerConfig
 from jaxpaged.server.engine_client import EngineClient
@@ -109,7 +108,7 @@ class _Server:
         logger.info("%s", info.summary())
 
         names = self._config.served_model_name or (config.model,)
-        defaults = default_sampling_params(_generation_config(path)) if config.generation_config == "auto" else {}
+        defaults = default_sampling_params(read_generation_config(path)) if config.generation_config == "auto" else {}
         inputs = InputProcessor(
             tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             kv_capacity=(info.num_blocks - 1) * info.block_size,  # one block holds nothing
@@ -212,19 +211,6 @@ def _check_certificate(config: ServerConfig) -> None:
         except OSError as error:
             raise ConfigError("--ssl-certfile and --ssl-keyfile cannot be used together: "
                               f"{error.strerror or type(error).__name__}") from None
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is not a JSON object; correct it, or remove it")
-    return content
 
 
 def _url(config: uvicorn.Config, listener: socket.socket) -> str:

@@ -61,8 +61,7 @@ def plan_memory(
         raise ConfigError(
             f"the model does not fit: weights {_mib(weight_bytes)}, temporaries {_mib(temporary_bytes)}, KV pool "
             f"{_mib(plan.pool_bytes)} ({num_blocks} blocks of {_mib(block_bytes)}), memory {_mib(memory_bytes)}; "
-            "change "
-            "--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override or "
+            "change --gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override or "
             "--max-num-batched-tokens"
         )
     return plan

@@ -33,6 +33,15 @@ class StepInFlight:
         return [] if self.ids is None else np.asarray(self.ids)[: self.step.num_sampled].tolist()
 
 
+def placed(params: Mapping[Any, Any], device: jax.Device) -> Params:
+    """Weights on the device; those that are there already stay where they are, host arrays are copied."""
+    def place(leaf: Any) -> jax.Array:
+        # On CPU a numpy array would be used as it lies, and whoever holds it may still write to it.
+        return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), device)
+
+    return dict(jax.tree.map(place, params))
+
+
 class ModelRunner:
     """Dispatches steps; never waits for one.
 
@@ -54,6 +63,7 @@ class ModelRunner:
         self._programs = programs
         self._params = params
         self._shape = shape
+        self._device = device
         slots = shape.max_num_seqs + 1
         self._pools = pools
         self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=device)
@@ -98,7 +108,7 @@ class ModelRunner:
 
         if shapes(params) != shapes(self._params):
             raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
-        self._params = dict(params)
+        self._params = placed(params, self._device)
 
     def _admit(self, requests: list[tuple[EngineRequest, int]]) -> None:
         size = next(size for size in ADMIT_SIZES if size >= len(requests))

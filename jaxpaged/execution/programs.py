@@ -83,6 +83,7 @@ class ProgramSet:
         params: shapes of the weights.
         device: where they will run.
         platform: "cpu" or "cuda".
+        native_attention: see `make_metadata`.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class ProgramSet:
         *,
         device: jax.Device,
         platform: str,
+        native_attention: bool = False,
     ) -> None:
         self._graph = graph
         self._config = config
         self._shape = shape
         self._platform = platform
+        self._native_attention = native_attention
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._params = self._placed(params)
         self._pools = self._placed(cache.shapes(shape.num_blocks))
@@ -161,6 +164,7 @@ class ProgramSet:
 
     def _forward(self, size: int) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
         graph, config, block_size = self._graph, self._config, self._shape.block_size
+        native = self._native_attention
 
         def forward(
             params: Params,
@@ -174,7 +178,7 @@ class ProgramSet:
             column = jnp.where(rows.new_block >= 0, rows.position // block_size, width)
             block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
-            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size)
+            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size, native=native)
             row = jnp.minimum(rows.sample_row, size - 1)
             logits, pools = nnx.merge(graph, params)(ids, row, pools, meta)
             real = rows.sample_row < size

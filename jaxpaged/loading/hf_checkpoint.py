@@ -1,19 +1,17 @@
 """A directory in Hugging Face layout as a checkpoint: config.json and safetensors files."""
 
-import json
 import logging
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.safetensors import SafetensorsFile
 
 _log = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MAX_JSON_BYTES = 1 << 26
 
 _Source = tuple[SafetensorsFile, str]  # and the name there
 
@@ -36,7 +34,7 @@ class HfCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = _read_json(path / "config.json")
+        self.config = read_json(path / "config.json")
         self.generation_config = read_generation_config(path)
         self._sources = _with_prefix(_find_tensors(path))
         self._settle_head()
@@ -83,7 +81,7 @@ def _find_tensors(folder: Path) -> dict[str, _Source]:
         return {name: (file, name) for name in file.names()}
     if not index.exists():
         raise CheckpointError(_what_is_missing(folder))
-    shard_of = _read_json(index).get("weight_map")
+    shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(item, str) for item in shard_of.values()):
         raise CheckpointError(f"{index}: weight_map must be an object that maps tensor names to file names")
     sources: dict[str, _Source] = {}
@@ -110,32 +108,6 @@ def _with_prefix(sources: dict[str, _Source]) -> dict[str, _Source]:
     if _EMBEDDING.removeprefix("model.") not in sources:
         return sources
     return {name if name == _HEAD else f"model.{name}": item for name, item in sources.items()}
-
-
-def read_generation_config(path: Path) -> dict[str, Any]:
-    """generation_config.json of a model's directory; empty where there is none, as for a .gguf file.
-
-    Raises:
-        CheckpointError: it is not a JSON object.
-    """
-    file = path / "generation_config.json"
-    return _read_json(file) if file.exists() else {}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{file} is larger than {_MAX_JSON_BYTES} bytes")
-        found = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist; a model directory needs it") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} must hold a JSON object")
-    return found
 
 
 def _what_is_missing(folder: Path) -> str:

@@ -26,7 +26,7 @@ class Request:
         order: arrival number; the smaller is never preempted for the larger.
         token_ids: prompt and output known on the host.
         num_computed: tokens whose keys and values are written or will be by a dispatched step.
-        num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 or 1.
+        num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
         block_table: blocks in order of position; only ever appended to while RUNNING.
         slot: index of its device-side state while RUNNING, else -1.
     """
