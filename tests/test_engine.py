@@ -26,6 +26,7 @@ from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.messages import AbortRequests, EngineOutputs, EngineRequest, Shutdown
 from jaxpaged.models.registry import find_family
+from jaxpaged.pallas_kernels import native_attention
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.startup import InMemoryModel
 from tests.tiny_llama import (
@@ -477,20 +478,23 @@ def test_step_sizes_end_at_the_budget(budget: int, platform: str) -> None:
 # Memory
 
 
-def make_programs(num_blocks: int) -> tuple[ProgramSet, KVCacheSpec]:
+def make_programs(num_blocks: int, native: bool) -> tuple[ProgramSet, KVCacheSpec]:
     module, params = module_and_params()
     cache = KVCacheSpec.of(module.config, 16, jnp.dtype(jnp.float32))
     shape = StepShape((2, 16), 4, CONTEXT // 16, 16, num_blocks)
     return ProgramSet(nnx.split(module)[0], jax.eval_shape(lambda: params), module.config, cache, shape,
-                      device=jax.devices()[0], platform="cpu"), cache
+                      device=jax.devices()[0], platform="cpu", native_attention=native), cache
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("size", [2, 16])
-def test_the_compiled_step_updates_the_pools_in_place(size: int) -> None:
+def test_the_compiled_step_updates_the_pools_in_place(size: int, native: bool, tmp_path: Path) -> None:
     """All of the pools is aliased, no instruction copies one, and temporaries are small whatever the pools' size."""
+    if native and (failure := native_attention.build(tmp_path)):
+        pytest.skip(f"the native kernel cannot be built here: {failure}")
     temporaries = []
     for num_blocks in (64, 4096):
-        programs, cache = make_programs(num_blocks)
+        programs, cache = make_programs(num_blocks, native)
         compiled = programs.get(("forward", size))
         analysis = compiled.memory_analysis()
         assert analysis is not None

@@ -1,0 +1,335 @@
+// Paged attention for CPUs, called through XLA's FFI: what xla_paged_attention.py computes, without its gathers.
+//
+// A step is cut into tiles: consecutive rows of one slot, as many as fill `kTileLanes` query lanes. A work item is one
+// tile and one kv head; threads take items from a shared counter, the costliest first.
+//
+// Vector lanes hold queries (rows of the tile times heads of the group), never parts of a head: keys and values are
+// read where they lie and broadcast, any head dim works, the softmax needs no horizontal sums, and a row's result does
+// not depend on which rows share its tile. Queries, scores and sums are therefore stored transposed, [..][lane vectors].
+//
+// Memory is the bound of decode steps, and pages lie anywhere: while a chunk is computed, the next one is prefetched,
+// across the border to the thread's next item too.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kBlock = 8;  // kBlock * kStrip sums fit the registers
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kBlock = 4;
+#else
+constexpr int kLanes = 4, kBlock = 4;
+#endif
+constexpr int kStrip = 3;        // lane vectors that a micro-kernel holds
+constexpr int kTileLanes = 96;   // queries of a tile
+constexpr int kChunk = 32;       // tokens of context between two updates of the softmax; a multiple of kBlock
+constexpr int kCacheLine = 64;
+constexpr float kLowest = -1e30f;  // finite, so that lanes that have seen nothing stay finite
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+struct Problem {
+  const float *q, *keys, *values;
+  const int32_t *table, *slot, *position;
+  float* out;
+  float scale;
+  int64_t tokens, heads, head_dim, page_size, kv_heads, width, null_slot;
+
+  int64_t group() const { return heads / kv_heads; }
+};
+
+struct Item {
+  int64_t row, rows, head, context;  // `context`: tokens that the last row sees
+};
+
+// A chunk of an item's context: where each token's key and value start in the pools. Never past the context's end.
+struct Chunk {
+  int64_t at[kChunk];
+  int count = 0;
+
+  void find(const Problem& p, const Item& item, int64_t start) {
+    count = static_cast<int>(std::min<int64_t>(kChunk, item.context - start));
+    const int32_t* pages = p.table + p.slot[item.row] * p.width;
+    int64_t page = start / p.page_size, place = start % p.page_size;
+    for (int i = 0; i < count; ++i) {
+      at[i] = ((pages[page] * p.page_size + place) * p.kv_heads + item.head) * p.head_dim;
+      if (++place == p.page_size) ++page, place = 0;
+    }
+    // Blocks are computed whole: the last token fills them up, and nobody looks at those scores.
+    for (int i = count; i % kBlock; ++i) at[i] = at[count - 1];
+  }
+
+  void prefetch(const float* pool, int from, int to, int64_t head_dim) const {
+    for (int i = from; i < std::min(to, count); ++i)
+      for (int64_t h = 0; h < head_dim; h += kCacheLine / 4) __builtin_prefetch(pool + at[i] + h, 0, 2);
+  }
+};
+
+// 2^x for x <= 0 to about 1e-7; NaN stays NaN, and everything below -126 counts as -126.
+inline Floats exp2(Floats x) {
+  const Floats least = Floats{} - 126.0f;
+  x = x < least ? least : x;
+  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which lies in the low bits
+  const Floats r = x - (shifted - 12582912.0f);
+  Floats y = r * 1.52527336e-5f + 1.54035297e-4f;
+  y = y * r + 1.33335581e-3f;
+  y = y * r + 9.61812910e-3f;
+  y = y * r + 5.55041087e-2f;
+  y = y * r + 2.40226507e-1f;
+  y = y * r + 6.93147181e-1f;
+  y = y * r + 1.0f;
+  return y * (Floats)(((Ints)shifted << 23) + 0x3f800000);
+}
+
+// scores[i][v] = the product of token i's key with lane vector v, for kBlock tokens and V lane vectors.
+template <int V>
+void score(const Floats* q, const float* keys, const int64_t* at, int64_t head_dim, int64_t stride, Floats* scores) {
+  Floats sum[kBlock][V] = {};
+  const float* key[kBlock];
+  for (int i = 0; i < kBlock; ++i) key[i] = keys + at[i];
+  for (int64_t h = 0; h < head_dim; ++h) {
+    for (int i = 0; i < kBlock; ++i)
+      for (int v = 0; v < V; ++v) sum[i][v] += q[h * stride + v] * key[i][h];
+  }
+  for (int i = 0; i < kBlock; ++i)
+    for (int v = 0; v < V; ++v) scores[i * stride + v] = sum[i][v];
+}
+
+// sums[h][v] = sums[h][v] * fade[v] + the weighted values of the chunk, for D places of the head dim.
+// `masked`: some lanes do not see every token, and a weight of zero would not keep a NaN out.
+template <int V, int D, bool masked>
+void add_values(const Floats* weights, const float* values, const Chunk& chunk, int64_t stride, const Floats* fade,
+                const Ints* last, Floats* sums) {
+  Floats sum[D][V];
+  for (int d = 0; d < D; ++d)
+    for (int v = 0; v < V; ++v) sum[d][v] = sums[d * stride + v] * fade[v];
+  for (int i = 0; i < chunk.count; ++i) {
+    const float* value = values + chunk.at[i];
+    for (int d = 0; d < D; ++d)
+      for (int v = 0; v < V; ++v) {
+        const Floats next = sum[d][v] + weights[i * stride + v] * value[d];
+        sum[d][v] = masked ? (last[v] >= i ? next : sum[d][v]) : next;
+      }
+  }
+  for (int d = 0; d < D; ++d)
+    for (int v = 0; v < V; ++v) sums[d * stride + v] = sum[d][v];
+}
+
+// One thread's scratch for one tile.
+class Worker {
+ public:
+  explicit Worker(const Problem& p)
+      : p_(p), max_vectors_(vectors_of(std::max<int64_t>(kTileLanes, p.group()))),
+        memory_(static_cast<Floats*>(std::aligned_alloc(  // of a multiple of the alignment
+            kCacheLine, kCacheLine * max_vectors_ * (2 * p.head_dim + kChunk + 5)))) {
+    if (!memory_) throw std::bad_alloc();
+    q_ = memory_.get();
+    sums_ = q_ + p.head_dim * max_vectors_;
+    scores_ = sums_ + p.head_dim * max_vectors_;
+    highest_ = scores_ + kChunk * max_vectors_;
+    total_ = highest_ + max_vectors_;
+    fade_ = total_ + max_vectors_;
+    last_ = reinterpret_cast<Ints*>(fade_ + max_vectors_);
+    shifted_ = last_ + max_vectors_;
+  }
+
+  // Compute `item`, whose first chunk is `chunk_`; afterwards that of `next` is there.
+  void run(const Item& item, const Item* next) {
+    vectors_ = vectors_of(item.rows * p_.group());
+    load(item);
+    const int64_t all_see = p_.position[item.row] + 1;  // positions rise within a tile
+    for (int64_t start = 0; start < item.context; start += kChunk) {
+      if (start + kChunk < item.context) following_.find(p_, item, start + kChunk);
+      else if (next) following_.find(p_, *next, 0);
+      else following_.count = 0;
+      const bool masked = start + chunk_.count > all_see;
+      if (masked) for (int64_t v = 0; v < vectors_; ++v) shifted_[v] = last_[v] - static_cast<int32_t>(start);
+      for (int i = 0; i < chunk_.count; i += kBlock) {
+        following_.prefetch(p_.keys, i, i + kBlock < chunk_.count ? i + kBlock : kChunk, p_.head_dim);
+        strips([&](auto width, int64_t v) {
+          score<width>(q_ + v, p_.keys, chunk_.at + i, p_.head_dim, vectors_, scores_ + i * vectors_ + v);
+        });
+      }
+      masked ? softmax<true>() : softmax<false>();
+      masked ? weigh<true>() : weigh<false>();
+      std::swap(chunk_, following_);
+    }
+    store(item);
+  }
+
+  void begin(const Item& item) { chunk_.find(p_, item, 0); }
+
+ private:
+  struct Free { void operator()(void* memory) const { std::free(memory); } };
+
+  static int64_t vectors_of(int64_t lanes) { return (lanes + kLanes - 1) / kLanes; }
+
+  template <typename F>
+  void strips(F run) const {
+    int64_t v = 0;
+    for (; v + kStrip <= vectors_; v += kStrip) run(std::integral_constant<int, kStrip>(), v);
+    if (vectors_ - v == 2) run(std::integral_constant<int, 2>(), v);
+    if (vectors_ - v == 1) run(std::integral_constant<int, 1>(), v);
+  }
+
+  void load(const Item& item) {
+    const int64_t group = p_.group(), lanes = item.rows * group, all = vectors_ * kLanes, dim = p_.head_dim;
+    const float scale = p_.scale * 1.44269504f;  // exp(x) = 2^(x log2 e)
+    float* q = reinterpret_cast<float*>(q_);
+    int32_t* last = reinterpret_cast<int32_t*>(last_);
+    for (int64_t lane = 0; lane < all; ++lane) {
+      const int64_t row = item.row + lane / group;
+      const float* from = p_.q + (row * p_.heads + item.head * group + lane % group) * dim;
+      for (int64_t h = 0; h < dim; ++h) q[h * all + lane] = lane < lanes ? from[h] * scale : 0.0f;
+      last[lane] = lane < lanes ? p_.position[row] : -1;
+    }
+    std::fill(sums_, sums_ + dim * vectors_, Floats{});
+    std::fill(highest_, highest_ + vectors_, Floats{} + kLowest);
+    std::fill(total_, total_ + vectors_, Floats{});
+  }
+
+  // Scores become weights; NaN passes the maximum by and arrives through the weight.
+  template <bool masked>
+  void softmax() {
+    for (int64_t v = 0; v < vectors_; ++v) {
+      Floats highest = highest_[v], total{};
+      for (int i = 0; i < chunk_.count; ++i) {
+        Floats s = scores_[i * vectors_ + v];
+        if (masked) s = shifted_[v] >= i ? s : Floats{} + kLowest;
+        highest = s > highest ? s : highest;
+      }
+      for (int i = 0; i < chunk_.count; ++i) {
+        Floats& s = scores_[i * vectors_ + v];
+        s = exp2(s - highest);
+        if (masked) s = shifted_[v] >= i ? s : Floats{};
+        total += s;
+      }
+      fade_[v] = exp2(highest_[v] - highest);
+      total_[v] = total_[v] * fade_[v] + total;
+      highest_[v] = highest;
+    }
+  }
+
+  template <bool masked>
+  void weigh() {
+    const int64_t dim = p_.head_dim;
+    const int per_block = static_cast<int>((kChunk * kBlock + dim - 1) / dim);
+    int ahead = 0;
+    int64_t h = 0;
+    for (; h + kBlock <= dim; h += kBlock, ahead += per_block) {
+      following_.prefetch(p_.values, ahead, ahead + per_block, dim);
+      strips([&](auto width, int64_t v) { weigh_strip<width, kBlock, masked>(h, v); });
+    }
+    for (; h < dim; ++h) strips([&](auto width, int64_t v) { weigh_strip<width, 1, masked>(h, v); });
+  }
+
+  template <int V, int D, bool masked>
+  void weigh_strip(int64_t h, int64_t v) {
+    add_values<V, D, masked>(scores_ + v, p_.values + h, chunk_, vectors_, fade_ + v, shifted_ + v,
+                             sums_ + h * vectors_ + v);
+  }
+
+  void store(const Item& item) const {
+    const int64_t group = p_.group(), all = vectors_ * kLanes;
+    const float *sums = reinterpret_cast<const float*>(sums_), *total = reinterpret_cast<const float*>(total_);
+    for (int64_t lane = 0; lane < item.rows * group; ++lane) {
+      float* to = p_.out + ((item.row + lane / group) * p_.heads + item.head * group + lane % group) * p_.head_dim;
+      for (int64_t h = 0; h < p_.head_dim; ++h) to[h] = sums[h * all + lane] / total[lane];
+    }
+  }
+
+  const Problem& p_;
+  int64_t max_vectors_, vectors_ = 0;
+  std::unique_ptr<Floats, Free> memory_;
+  Floats *q_, *sums_, *scores_, *highest_, *total_, *fade_;
+  Ints *last_, *shifted_;  // each lane's position, and the same counted from the chunk's start
+  Chunk chunk_, following_;
+};
+
+// What the threads of one call share. A helper that starts late finds no items and touches nothing else, so the
+// caller waits for items, never for threads, and cannot deadlock with a busy pool.
+struct Shared {
+  Problem problem;
+  std::vector<Item> items;
+  std::atomic<size_t> taken{0}, done{0};
+
+  void work() {
+    size_t mine = taken.fetch_add(1);
+    if (mine >= items.size()) return;
+    Worker worker(problem);
+    worker.begin(items[mine]);
+    while (mine < items.size()) {
+      const size_t next = taken.fetch_add(1);
+      worker.run(items[mine], next < items.size() ? &items[next] : nullptr);
+      done.fetch_add(1, std::memory_order_release);
+      mine = next;
+    }
+  }
+};
+
+std::vector<Item> make_items(const Problem& p) {
+  std::vector<Item> items;
+  const int64_t most = std::max<int64_t>(1, kTileLanes / p.group());
+  for (int64_t row = 0, rows; row < p.tokens; row += rows) {
+    for (rows = 1; row + rows < p.tokens && p.slot[row + rows] == p.slot[row];) {
+      if (p.slot[row] != p.null_slot && rows == most) break;
+      ++rows;
+    }
+    if (p.slot[row] == p.null_slot) {
+      std::memset(p.out + row * p.heads * p.head_dim, 0, rows * p.heads * p.head_dim * sizeof(float));
+      continue;
+    }
+    for (int64_t head = 0; head < p.kv_heads; ++head)
+      items.push_back({row, rows, head, p.position[row + rows - 1] + 1});
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+    return a.rows * a.context > b.rows * b.context;
+  });
+  return items;
+}
+
+ffi::Error run(ffi::ThreadPool pool, float scale, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
+               ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> slot,
+               ffi::Buffer<ffi::S32> position, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const auto qd = q.dimensions(), kd = keys.dimensions(), td = table.dimensions();
+  auto shared = std::make_shared<Shared>();
+  shared->problem = {q.typed_data(), keys.typed_data(), values.typed_data(), table.typed_data(), slot.typed_data(),
+                     position.typed_data(), out->typed_data(), scale, qd[0], qd[1], qd[2], kd[1], kd[2], td[1],
+                     td[0] - 1};
+  shared->items = make_items(shared->problem);
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), shared->items.size()) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->work(); });
+  shared->work();
+  // At most one item per helper is left: too short to sleep for.
+  while (shared->done.load(std::memory_order_acquire) < shared->items.size()) std::this_thread::yield();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_paged_attention, run,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // q [T, N, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // k_pool [P, S, K, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // v_pool [P, S, K, H]
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // block_table [slots + 1, width]
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // slot [T]
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // position [T]
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // [T, N, H]
