@@ -42,7 +42,7 @@ def common_config(hf: dict[str, Any], **changes: Any) -> ModelConfig:
         "mlp_dim": _size(hf, "intermediate_size"),
         "vocab_size": _size(hf, "vocab_size"),
         "max_model_len": _size(hf, "max_position_embeddings"),
-        "norm_eps": float(hf.get("rms_norm_eps", 1e-5)),
+        "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "rope": rope_config(hf),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "attention_bias": bias,

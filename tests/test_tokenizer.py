@@ -108,7 +108,9 @@ def test_chat_equals_transformers(smollm2: Tokenizer, reference: Any) -> None:
 @given(text=st.text(st.characters(codec="utf-8", max_codepoint=0xFFFF)))
 def test_no_token_holds_more_characters_than_promised(smollm2: Tokenizer, text: str) -> None:
     assert smollm2.max_token_chars is not None
-    assert len(text) <= smollm2.max_token_chars * len(smollm2.encode(text))
+    # The vocabulary lacks a few control characters, which vanish.
+    kept = "".join(character for character in text if smollm2.encode(character))
+    assert len(kept) <= smollm2.max_token_chars * len(smollm2.encode(kept))
 
 
 @given(text=st.text())
