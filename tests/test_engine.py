@@ -100,6 +100,7 @@ BATCH = [request(f"length {length}", random_prompt(length, length), 24) for leng
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "small pieces": {"max_num_batched_tokens": 7},
+    "attention on XLA": {"cpu_attention": "xla"},
     "few blocks": {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10},
     "one token a step": {"max_num_batched_tokens": 1, "max_num_seqs": 2},
     "large blocks": {"max_num_batched_tokens": 7, "block_size": 64, "num_gpu_blocks_override": 9},

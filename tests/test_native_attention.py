@@ -15,8 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import Engine
+from jaxpaged.errors import ConfigError
 from jaxpaged.pallas_kernels import native_attention, reference
 from tests.test_paged_attention import Batch, Piece, Shape, expected, make_batch
+from tests.tiny_llama import ENGINE_ARGS, write_model
 
 CHUNK = 32  # tokens of context between two updates of the kernel's softmax
 
@@ -224,3 +228,19 @@ def test_a_second_process_reads_the_program_from_the_persistent_cache(tmp_path: 
         seen.append([int(count) for count in done.stdout.split()])
     assert seen[0][0] > 0 and seen[1][0] == 0 and seen[1][1] > 0
     assert len(list(tmp_path.glob("*.so"))) == 1
+
+
+def test_the_engine_says_why_it_runs_on_xla_and_refuses_where_native_is_demanded(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "model")
+    kwargs: dict[str, Any] = {"model": str(model), **ENGINE_ARGS, "enforce_eager": True}
+    with pytest.raises(ConfigError, match="float32"):
+        Engine(EngineConfig(cpu_attention="native", **kwargs | {"dtype": "bfloat16"}))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines: list[str] = []
+    Engine(EngineConfig(**kwargs), lines.append).shutdown()
+    assert len([line for line in lines if "no C++ compiler" in line]) == 1
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler"):
+        Engine(EngineConfig(cpu_attention="native", **kwargs))
+    Engine(EngineConfig(cpu_attention="xla", **kwargs), lines.append).shutdown()
+    assert len([line for line in lines if "no C++ compiler" in line]) == 1

@@ -5,7 +5,7 @@
 //
 // Vector lanes hold queries (rows of the tile times heads of the group), never parts of a head: keys and values are
 // read where they lie and broadcast, any head dim works, the softmax needs no horizontal sums, and a row's result does
-// not depend on which rows share its tile. Queries, scores and sums are therefore stored transposed, [..][lane vectors].
+// not depend on which rows share its tile. Queries, scores and sums are therefore stored transposed: [..][vectors].
 //
 // Memory is the bound of decode steps, and pages lie anywhere: while a chunk is computed, the next one is prefetched,
 // across the border to the thread's next item too.
