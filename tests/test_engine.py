@@ -268,15 +268,16 @@ def test_weights_that_do_not_fit_are_refused(engine: Engine, model_path: Path, c
 BAD_ID = 200
 
 
-@pytest.fixture(scope="module")
-def poisoned(model_path: Path) -> Iterator[Engine]:
-    """A model in memory whose embedding of one id is not a number, with few blocks."""
+@pytest.fixture(scope="module", params=["auto", "xla"])
+def poisoned(model_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """On either path of attention, a model in memory whose embedding of one id is not a number, with few blocks."""
     family = find_family(CONFIG)
     config = family.config_from_hf(CONFIG)
     module = nnx.eval_shape(lambda: family.build(config, jnp.float32))
     params = _params(model_path)
     params["embed"]["table"] = params["embed"]["table"].at[BAD_ID].set(jnp.nan)
-    engine_config = EngineConfig.from_kwargs(model="in-memory", **ENGINE_ARGS | ENGINES["few blocks"])
+    engine_config = EngineConfig.from_kwargs(model="in-memory", cpu_attention=request.param,
+                                             **ENGINE_ARGS | ENGINES["few blocks"])
     engine = Engine(engine_config, model=InMemoryModel(module, params))
     yield engine
     engine.shutdown()
@@ -360,7 +361,8 @@ def test_a_pool_smaller_than_the_context_lowers_it_and_says_so(model_path: Path)
         "max_num_batched_tokens": 1, "max_num_seqs": 2, "num_gpu_blocks_override": 4})
     engine = Engine(config, lines.append)
     assert engine.info.max_model_len == 48
-    assert len(lines) == 1 and "lowered from 128" in lines[0] and "--num-gpu-blocks-override" in lines[0]
+    [line] = [line for line in lines if "lowered from 128" in line]
+    assert "--num-gpu-blocks-override" in line
     with pytest.raises(ContextLengthError, match="the context holds 48"):
         engine.add_request(request("large", [1] * 40, 9))
     full = [request(f"full {number}", random_prompt(40, number), 8) for number in range(3)]
