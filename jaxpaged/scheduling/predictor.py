@@ -1,0 +1,98 @@
+"""How long an answer will be: quantiles over the requests that have finished lately.
+
+Requests are told apart by what is known before the first token: the length of the prompt, max_tokens and the caller's
+hint, each in buckets of powers of two. A bucket remembers its latest lengths only, so that it follows a drift and its
+memory is bounded.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
+
+from jaxpaged.messages import EngineRequest
+
+WINDOW = 256  # lengths that a bucket remembers
+MIN_SAMPLES = 8  # fewer tell nothing: a wider bucket is asked
+MAX_BUCKETS = 512
+
+_Key = tuple[int, int, int]
+_ANY = -1
+
+
+class _Window:
+    """The latest lengths of one bucket, in order of arrival and of size."""
+
+    __slots__ = ("_latest", "_sorted")
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, length: int) -> None:
+        if len(self._latest) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
+        self._latest.append(length)
+        insort(self._sorted, length)
+
+    def quantile_above(self, least: int, quantile: float) -> int | None:
+        """The quantile of the lengths above `least`; None where there are none."""
+        first = bisect_right(self._sorted, least)
+        count = len(self._sorted) - first
+        if not count:
+            return None
+        return self._sorted[first + max(0, _ceil(quantile * count) - 1)]
+
+
+class LengthPredictor:
+    """Learns from finished requests how many tokens the next ones will give."""
+
+    def __init__(self) -> None:
+        self._windows: OrderedDict[_Key, _Window] = OrderedDict()
+
+    def observe(self, message: EngineRequest, output_tokens: int) -> None:
+        """Learn from a request that has come to its own end; one that was aborted tells nothing."""
+        for key in _keys(message):
+            window = self._windows.get(key)
+            if window is None:
+                window = self._windows[key] = _Window()
+                if len(self._windows) > MAX_BUCKETS:
+                    self._windows.popitem(last=False)
+            self._windows.move_to_end(key)
+            window.add(output_tokens)
+
+    def remaining(self, message: EngineRequest, output_tokens: int = 0, quantile: float = 0.5) -> int:
+        """Tokens that a request will still give.
+
+        Args:
+            output_tokens: what it has given already: only answers longer than that are compared with it.
+            quantile: 0 to 1; 0.5 for the likeliest order among requests, more for room that should suffice.
+
+        Returns:
+            1 to what max_tokens leaves. Without experience the caller's hint, and without that max_tokens.
+        """
+        most = max(1, message.max_tokens - output_tokens)
+        hint = message.params.expected_output_tokens
+        for key in _keys(message):
+            window = self._windows.get(key)
+            if window is not None and len(window) >= MIN_SAMPLES:
+                length = window.quantile_above(output_tokens, quantile)
+                # Longer than all that were seen: as much again as so far is the best guess (Lindy's law).
+                return min(most, (length or 2 * output_tokens) - output_tokens)
+        if hint is not None and hint > output_tokens:
+            return min(most, hint - output_tokens)
+        return most
+
+
+def _keys(message: EngineRequest) -> tuple[_Key, ...]:
+    """The buckets of a request, the narrowest first; with a hint, only those of the same hint."""
+    hint = message.params.expected_output_tokens
+    prompt, limit, hinted = (value.bit_length() for value in
+                             (len(message.prompt_token_ids), message.max_tokens, hint or 0))
+    narrow, wide = (prompt, limit, hinted), (_ANY, limit, hinted)
+    return (narrow, wide) if hint is not None else (narrow, wide, (_ANY, _ANY, hinted))
+
+
+def _ceil(value: float) -> int:
+    return -int(-value // 1)
