@@ -4,20 +4,16 @@ Only the standard library is imported here: `--help` and a typo answer at once.
 """
 
 import argparse
-import difflib
 import json
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxpaged import __version__
 from jaxpaged.config import NOT_SUPPORTED, EngineConfig
 from jaxpaged.errors import ConfigError
-
-_GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
-           "server": "server"}
+from jaxpaged.flags import GROUPS, Parser, add_flags, new_parser, parse_flags, settle_model, spelling
 
 _OLD_SWITCHES = {
     "--use-v2-block-manager": "there is one block manager",
@@ -83,7 +79,7 @@ class ServerConfig:
         for name in ("ssl_keyfile", "ssl_certfile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                raise ConfigError(f"{_spelling(name)}: there is no file {path}")
+                raise ConfigError(f"{spelling(name)}: there is no file {path}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError("--root-path must begin with a slash and not end with one")
         if not self.shutdown_timeout >= 0:
@@ -95,7 +91,7 @@ class ServerConfig:
         for name in _NOT_SUPPORTED:
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
-                raise ConfigError(f"{_spelling(name)} is not supported yet; leave it out")
+                raise ConfigError(f"{spelling(name)} is not supported yet; leave it out")
 
 
 _NOT_SUPPORTED = ("max_logprobs", "logprobs_mode", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
@@ -121,18 +117,18 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> 
         SystemExit: 0 after --help or --version; 2 after one line that names the flag at fault.
     """
     parser = _make_parser(prog)
-    given = vars(_parse_known(parser, argv))
+    given = parse_flags(parser, argv)
     try:
         path = given.pop("config", None)
         if path is not None:
-            from_file = vars(_parse_known(parser, _flags_of_file(path)))
+            from_file = parse_flags(parser, _flags_of_file(path))
             if "config" in from_file:
                 raise ConfigError(f"{path} must not name another --config file")
-            _settle_model(from_file)
-            _settle_model(given)
+            settle_model(from_file)
+            settle_model(given)
             old = from_file.pop("old_flags", []) + given.pop("old_flags", [])
             given = {**from_file, **given, "old_flags": old}
-        _settle_model(given)
+        settle_model(given)
         warnings = tuple(dict.fromkeys(given.pop("old_flags", [])))
         engine_names = {item.name for item in fields(EngineConfig)}
         engine = EngineConfig(**{name: value for name, value in given.items() if name in engine_names})
@@ -140,13 +136,6 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> 
     except ConfigError as error:
         parser.error(str(error))
     return Arguments(server, engine, warnings)
-
-
-class _Parser(argparse.ArgumentParser):
-    """One line per error, and no guessing from abbreviations."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class _OldFlag(argparse.Action):
@@ -158,110 +147,17 @@ class _OldFlag(argparse.Action):
         namespace.old_flags = warnings
 
 
-def _make_parser(prog: str) -> _Parser:
-    # SUPPRESS keeps what was not given out of the namespace: the dataclasses alone know the defaults.
-    parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False,
-                     usage=f"{prog} [MODEL] [flags]",
-                     description="Serve a model over the OpenAI protocol; without a model, a small embedded one.")
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="help", help="show this text and exit")
+def _make_parser(prog: str) -> Parser:
+    parser = new_parser(prog, "Serve a model over the OpenAI protocol; without a model, a small embedded one.")
     parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
                         help="show the version and exit")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; those of the command line win")
-    groups = {name: parser.add_argument_group(title) for name, title in _GROUPS.items()}
-    for config in (EngineConfig, ServerConfig):
-        types = typing.get_type_hints(config)
-        for item in fields(config):
-            _add_flag(groups[item.metadata["group"]], item, types[item.name])
+    add_flags(parser, (EngineConfig, ServerConfig), GROUPS | {"server": "server"}, (*NOT_SUPPORTED, *_NOT_SUPPORTED))
     for name, reason in _OLD_SWITCHES.items():
         parser.add_argument(name, action=_OldFlag, nargs=0, const=reason, help=argparse.SUPPRESS)
     for name, reason in _OLD_OPTIONS.items():
         parser.add_argument(name, action=_OldFlag, const=reason, help=argparse.SUPPRESS)
     return parser
-
-
-def _add_flag(group: Any, item: Any, kind: Any) -> None:
-    meta = item.metadata
-    names = [_spelling(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
-    help = meta["help"]
-    if item.name in (*NOT_SUPPORTED, *_NOT_SUPPORTED):
-        only = "on" if item.default is True else item.default
-        help += f" (only {only} is supported so far)" if only else " (not supported yet)"
-    elif item.default not in (None, False, (), "") and "default:" not in help:
-        default = " ".join(item.default) if isinstance(item.default, tuple) else item.default
-        help += f" (default: {'on' if default is True else default})"
-    help = help.replace("%", "%%")
-    options = [option for option in (typing.get_args(kind) or (kind,)) if option is not type(None)]
-    if kind is bool:
-        switch: Any = "store_true" if item.name.startswith("disable_") else argparse.BooleanOptionalAction
-        group.add_argument(*names, dest=item.name, action=switch, help=help)
-    elif typing.get_origin(kind) is tuple:
-        group.add_argument(*names, dest=item.name, action=_Several, nargs="+", metavar=meta.get("metavar"), help=help)
-    else:
-        reader = _json_object if typing.get_origin(options[0]) is dict else options[0]
-        metavar = meta.get("metavar", None if "choices" in meta else _metavar(options[0]))
-        group.add_argument(*names, dest=item.name, type=reader, choices=meta.get("choices"), metavar=metavar, help=help)
-
-
-class _Several(argparse.Action):
-    """Values after one flag, after the same flag again, or as one JSON list."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        if len(values) == 1 and values[0].startswith("["):
-            try:
-                values = json.loads(values[0])
-            except ValueError:
-                values = None
-            if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-                raise argparse.ArgumentError(self, "neither plain values nor a JSON list of strings")
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))
-
-
-def _metavar(kind: Any) -> str:
-    return {int: "N", float: "X"}.get(kind, "JSON" if typing.get_origin(kind) is dict else "TEXT")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
-_json_object.__name__ = "JSON object"
-
-
-def _spelling(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _parse_known(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
-    namespace, unknown = parser.parse_known_args([_with_dashes(item) for item in argv])
-    if unknown:
-        flags = [item for item in unknown if item.startswith("-")]
-        if not flags:
-            parser.error(f"unexpected argument {unknown[0]}: only one MODEL can be served")
-        known = [name for action in parser._actions for name in action.option_strings
-                 if action.help != argparse.SUPPRESS]
-        wrong = flags[0].partition("=")[0]
-        near = difflib.get_close_matches(wrong, known, 1)
-        parser.error(f"unknown flag {wrong}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"))
-    return namespace
-
-
-def _with_dashes(item: str) -> str:
-    # --max_model_len is how keyword arguments are spelled, and a common habit
-    name, equals, value = item.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else item
-
-
-def _settle_model(given: dict[str, Any]) -> None:
-    positional = given.pop("model_argument", None)
-    if positional is None:
-        return
-    if given.setdefault("model", positional) != positional:
-        raise ConfigError(f"the model is given twice, as {positional} and as --model {given['model']}; keep one")
 
 
 def _flags_of_file(path: str) -> list[str]:
@@ -280,7 +176,7 @@ def _flags_of_file(path: str) -> list[str]:
         raise ConfigError(f"--config {path} must hold one flag a line, such as `port: 8000`")
     flags: list[str] = []
     for name, value in content.items():
-        flag = _spelling(name.removeprefix("--"))
+        flag = spelling(name.removeprefix("--"))
         if value is True:
             flags.append(flag)
         elif value is False:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("jaxpaged", "models", "server", "pallas_kernels")
 
-TOP = ("errors", "config", "sampling_params", "outputs", "messages")
+TOP = ("errors", "config", "flags", "sampling_params", "outputs", "messages")
 HTTP_SIDE = ("tokenizer", "gguf_tokenizer", "input_processor", "output_processor", "detokenizer", "chat_template",
              "metrics", "loading.hub", "loading.json_files")
 NO_JAX = (*HTTP_SIDE, "loading.gguf", "cli")
