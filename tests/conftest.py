@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # One cache for the whole run, child processes included, and none of it in the user's own. Set before JAX is imported.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache-test"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Tests run on the CPU and compile for GPUs that are not there; the plugin that does so looks for one unless told.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # How long an example takes says nothing on a shared machine.
 settings.register_profile("jaxpaged", deadline=None)

@@ -1,0 +1,98 @@
+"""The way of a kernel to a GPU: through Pallas today, and through Triton IR on the day that Pallas' way is gone."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from jaxpaged.pallas_kernels import lowering
+from jaxpaged.pallas_kernels.lowering import GpuTarget, launch
+from tests.compile_only import compile_for, compile_only_device
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = 128
+
+
+def _add_kernel(x: Any, y: Any, absent: None, limit: Any, out: Any) -> None:
+    """Block by block: out = x + y up to the limit, which an array holds; the rest of x stays."""
+    assert absent is None
+    index = pl.program_id(0) * BLOCK + jnp.arange(BLOCK)
+    mask = index < limit[0]
+    lowering.store(out.at[index], lowering.load(x.at[index], mask, 0.0) + lowering.load(y.at[index], mask, 0.0), mask)
+
+
+def add_up_to(x: Any, y: Any, limit: Any, *, interpret: bool = False) -> Any:
+    return launch(_add_kernel, x, y, None, limit, name="add_up_to", grid=(x.size // BLOCK,),
+                  out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), aliases={0: 0}, num_warps=1, interpret=interpret)
+
+
+def test_only_one_module_knows_the_triton_lowering() -> None:
+    files = [file for folder in ("jaxpaged", "models", "server", "pallas_kernels", "bench")
+             for file in (ROOT / folder).rglob("*.py")]
+    knowing = [file.name for file in files if re.search(r"pallas[. ](import )?triton|pallas_triton", file.read_text())]
+    assert set(knowing) == {"lowering.py"}
+
+
+def test_interpreted_kernel_writes_in_place_where_masked() -> None:
+    x, y = (np.random.default_rng(seed).standard_normal(4 * BLOCK).astype(np.float32) for seed in (0, 1))
+    out = np.asarray(jax.jit(lambda *args: add_up_to(*args, interpret=True))(x, y, jnp.array([300])))
+    np.testing.assert_array_equal(out[:300], (x + y)[:300])
+    np.testing.assert_array_equal(out[300:], x[300:])
+
+
+@pytest.mark.parametrize(("name", "capability", "generation", "fp8"), [
+    ("h200", (9, 0), "hopper", True), ("a100", (8, 0), "ampere", False),
+])
+def test_kernels_compile_for_a_gpu_that_is_not_there(
+    name: str, capability: tuple[int, int], generation: str, fp8: bool
+) -> None:
+    device = compile_only_device(name)
+    target = GpuTarget.of(device)
+    assert (target.compute_capability, target.generation, target.has_fp8) == (capability, generation, fp8)
+    numbers = jax.ShapeDtypeStruct((4 * BLOCK,), jnp.float32)
+    compiled = compile_for(device, add_up_to, numbers, numbers, jax.ShapeDtypeStruct((1,), jnp.int32),
+                           donate_argnums=0)
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.alias_size_in_bytes == 4 * BLOCK * 4 and not analysis.temp_size_in_bytes
+
+
+DOUBLE = """
+module {
+  tt.func public @double(
+    %x: !tt.ptr<f32> {tt.divisibility = 16 : i32}, %out: !tt.ptr<f32> {tt.divisibility = 16 : i32}
+  ) {
+    %block = arith.constant 1024 : i32
+    %program = tt.get_program_id x : i32
+    %first = arith.muli %program, %block : i32
+    %lane = tt.make_range {end = 1024 : i32, start = 0 : i32} : tensor<1024xi32>
+    %firsts = tt.splat %first : i32 -> tensor<1024xi32>
+    %index = arith.addi %firsts, %lane : tensor<1024xi32>
+    %xs = tt.splat %x : !tt.ptr<f32> -> tensor<1024x!tt.ptr<f32>>
+    %from = tt.addptr %xs, %index : tensor<1024x!tt.ptr<f32>>, tensor<1024xi32>
+    %value = tt.load %from : tensor<1024x!tt.ptr<f32>>
+    %twice = arith.addf %value, %value : tensor<1024xf32>
+    %outs = tt.splat %out : !tt.ptr<f32> -> tensor<1024x!tt.ptr<f32>>
+    %to = tt.addptr %outs, %index : tensor<1024x!tt.ptr<f32>>, tensor<1024xi32>
+    tt.store %to, %twice : tensor<1024x!tt.ptr<f32>>
+    tt.return
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_triton_ir_compiles_without_pallas(name: str) -> None:
+    """The way out that the docstring of pallas_kernels/lowering.py promises."""
+    def double(x: jax.Array) -> jax.Array:
+        call = jax.ffi.ffi_call("__gpu$xla.gpu.triton", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        result: jax.Array = call(x, name="double", ir=DOUBLE, num_warps=np.int32(4), num_stages=np.int32(3),
+                                 grid_x=np.int32(x.size // 1024), grid_y=np.int32(1), grid_z=np.int32(1), debug=False)
+        return result
+
+    compiled = compile_for(compile_only_device(name), double, jax.ShapeDtypeStruct((8192,), jnp.float32))
+    assert '__gpu$xla.gpu.triton' in str(compiled.as_text())
