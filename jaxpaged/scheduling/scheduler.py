@@ -5,14 +5,15 @@ budget on the difference, oldest request first. Chunked prefill and recomputatio
 The scheduler runs one step ahead of the ids it has seen: a dispatched step that samples counts as one assumed token.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxpaged.messages import EngineRequest, TokenDelta
 from jaxpaged.outputs import FinishReason
 from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.policy import FcfsPolicy, Policy
 from jaxpaged.scheduling.request import Request, RequestStatus
+from jaxpaged.scheduling.sorted_requests import SortedRequests
 
 FINISH_REASONS: dict[RequestStatus, FinishReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -72,7 +73,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """First come, first served over slots, blocks and a token budget.
+    """Serves requests in the order of a policy over slots, blocks and a token budget.
 
     Args:
         allocator: the pool's blocks.
@@ -80,6 +81,7 @@ class Scheduler:
         max_num_seqs: slots.
         max_num_batched_tokens: token budget of a step.
         step_sizes: ascending numbers of tokens that a step can have after padding.
+        policy: who comes first and who has to go; first come, first served if not given.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         step_sizes: Sequence[int] = (),
+        policy: Policy | None = None,
     ) -> None:
         self._allocator = allocator
         self._block_size = block_size
@@ -97,8 +100,9 @@ class Scheduler:
         self._step_sizes = tuple(step_sizes)
         self._num_slots = max_num_seqs
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._policy = policy or FcfsPolicy()
+        self._waiting = SortedRequests(self._policy.queue_key)
+        self._running = SortedRequests(self._policy.running_key)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self.num_preemptions = 0
@@ -122,7 +126,7 @@ class Scheduler:
         request = Request(message, self._arrivals)
         self._arrivals += 1
         self._requests[message.request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Plan the next step and take what it needs; empty when nothing can run now."""
@@ -137,7 +141,7 @@ class Scheduler:
                 planned.append((request, count))
                 budget -= count
         while budget and self._can_admit():
-            request = self._waiting.popleft()
+            request = self._waiting[0]
             self._admit(request, now)
             count = min(request.num_to_compute, budget)
             self._take_blocks(request, count)
@@ -195,8 +199,8 @@ class Scheduler:
         for request in self._waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.status!r} waits"
             assert request.slot == -1 and not request.block_table, "a waiting request owns something"
-        orders = [request.order for request in (*self._running, *self._waiting)]
-        assert orders == sorted(orders), "a younger request is ahead of an older one"
+        for queue in (self._waiting, self._running):
+            queue.check_integrity()
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
@@ -224,7 +228,7 @@ class Scheduler:
         request.num_computed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(request)
+        self._waiting.add(request)
 
     def _can_admit(self) -> bool:
         if not self._waiting or not self._free_slots:
@@ -232,18 +236,19 @@ class Scheduler:
         request = self._waiting[0]
         if request.num_pending:
             return False  # preempted in this very step: its last id is not known yet
-        # All of what it has must fit beside what the running still need for theirs, and one block each to grow, so
+        # All of what it has must fit beside what the running still need for theirs, and some blocks to grow, so
         # that half-done prefills do not block one another and nobody is preempted a moment after admission.
         promised = sum(self._missing_blocks(running, running.num_to_compute) for running in self._running)
-        growth = len(self._running)
+        growth = sum(self._policy.growth_blocks(running, self._block_size) for running in self._running)
         return self._allocator.can_allocate(self._blocks_for(request.num_tokens) + promised + growth)
 
     def _admit(self, request: Request, now: float) -> None:
+        self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         if request.scheduled_time is None:
             request.scheduled_time = now
-        self._running.append(request)
+        self._running.add(request)
 
     def _fit_step_size(self, planned: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Cut prefill pieces down to the next smaller step size where the padding would cost more than they bring.
@@ -304,6 +309,8 @@ class Scheduler:
             self._waiting.remove(request)
         del self._requests[request.request_id]
         request.status = status
+        if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
+            self._policy.finished(request)
         return _delta(request, token_ids, FINISH_REASONS[status], stop_reason, error)
 
     def _release(self, request: Request) -> None:
