@@ -5,6 +5,7 @@ the other. Times are seconds of `time.monotonic()`, which all processes of one m
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpaged.outputs import FinishReason
 from jaxpaged.sampling_params import SamplingParams
@@ -46,9 +47,11 @@ class Shutdown:
     """Finish nothing more and end the loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """The newest tokens of one sequence, and its end if it has come.
+
+    A step makes one for each running sequence and sends them to another process, which costs a tuple a third of what it
+    costs a dataclass.
 
     `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
     """

@@ -48,22 +48,26 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
     token_id[:] = 0
     new_block[:] = -1
     sample_row: list[int] = []
+    singles: list[tuple[int, int, int, int]] = []  # written at once: a write into an array costs more than the rest
     row = 0
     for piece in step.pieces:
-        end = row + piece.num_tokens
-        slot[row:end] = piece.slot
-        if piece.num_tokens == 1:
-            position[row] = piece.start
+        ids, count, start = piece.token_ids, piece.num_tokens, piece.start
+        end = row + count
+        if count == 1:
+            singles.append((row, piece.slot, start, ids[0] if ids else IN_FLIGHT))
         else:
-            position[row:end] = np.arange(piece.start, piece.start + piece.num_tokens)
-        known = len(piece.token_ids)
-        token_id[row : row + known] = piece.token_ids
-        token_id[row + known : end] = IN_FLIGHT
+            slot[row:end] = piece.slot
+            position[row:end] = np.arange(start, start + count)
+            token_id[row : row + len(ids)] = ids
+            token_id[row + len(ids) : end] = IN_FLIGHT
         for index, block in enumerate(piece.blocks):
-            new_block[row + (-piece.start) % block_size + index * block_size] = block
+            new_block[row + (-start) % block_size + index * block_size] = block
         if piece.samples:
             sample_row.append(end - 1)
         row = end
+    if singles:
+        rows, *columns = np.array(singles, np.int32).T
+        slot[rows], position[rows], token_id[rows] = columns
     buffer[4 * size :] = _padded(sample_row, num_samples, size)
     buffer.flags.writeable = False
     return buffer

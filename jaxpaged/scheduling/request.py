@@ -25,6 +25,8 @@ class Request:
     Attributes:
         order: arrival number; the smaller is never preempted for the larger.
         token_ids: prompt and output known on the host.
+        num_prompt_tokens: tokens of the prompt.
+        max_length: most tokens that it can have.
         num_computed: tokens whose keys and values are written or will be by a dispatched step.
         num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
         block_table: blocks in order of position; only ever appended to while RUNNING.
@@ -33,7 +35,9 @@ class Request:
 
     message: EngineRequest
     order: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_length: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     num_computed: int = 0
     num_pending: int = 0
@@ -44,14 +48,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.message.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_length = self.num_prompt_tokens + self.message.max_tokens
 
     @property
     def request_id(self) -> str:
         return self.message.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.message.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -66,9 +68,8 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens that a step could process now; none once the last token is on its way."""
-        if self.num_output_tokens >= self.message.max_tokens:
-            return 0
-        return self.num_tokens - self.num_computed
+        tokens = len(self.token_ids) + self.num_pending
+        return tokens - self.num_computed if tokens < self.max_length else 0
 
     @property
     def finished(self) -> bool:

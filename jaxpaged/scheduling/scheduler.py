@@ -7,6 +7,7 @@ The scheduler runs one step ahead of the ids it has seen: a dispatched step that
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpaged.messages import EngineRequest, TokenDelta
 from jaxpaged.outputs import FinishReason
@@ -28,8 +29,7 @@ FAILED_TOKEN = -1  # what the sampler returns for a row whose logits are not fin
 STEP_OVERHEAD_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledPiece:
+class ScheduledPiece(NamedTuple):
     """Consecutive tokens of one request in one step.
 
     Attributes:
@@ -213,12 +213,14 @@ class Scheduler:
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Take blocks for `count` more tokens, preempting the youngest; False where the request had to go itself."""
-        while not self._allocator.can_allocate(self._missing_blocks(request, count)):
+        missing = self._missing_blocks(request, count)
+        while not self._allocator.can_allocate(missing):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        self._take_blocks(request, count)
+        if missing:
+            request.block_table.extend(self._allocator.allocate(missing))
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -272,25 +274,18 @@ class Scheduler:
         start, end = request.num_computed, request.num_computed + count
         request.num_computed = end
         samples = end == request.num_tokens
-        piece = ScheduledPiece(
-            request=request,
-            slot=request.slot,
-            start=start,
-            token_ids=request.token_ids[start:end],
-            num_tokens=count,
-            samples=samples,
-            blocks=request.block_table[self._blocks_for(start) : self._blocks_for(end)],
-            admit=start == 0,
-        )
+        blocks = request.block_table[self._blocks_for(start) : self._blocks_for(end)]
         request.num_pending += samples
-        return piece
+        # By position: hundreds are made per step, and keywords would cost more than the rest of this method.
+        return ScheduledPiece(request, request.slot, start, request.token_ids[start:end], count, samples, blocks,
+                              start == 0)
 
     def _after_token(self, request: Request, token: int) -> TokenDelta:
         message = request.message
         if token in message.stop_token_ids:
             reason = None if token in message.eos_token_ids else token
             return self._finish(request, RequestStatus.FINISHED_STOPPED, (token,), reason)
-        if len(request.token_ids) - request.num_prompt_tokens >= message.max_tokens:
+        if len(request.token_ids) >= request.max_length:
             return self._finish(request, RequestStatus.FINISHED_LENGTH, (token,))
         return _delta(request, (token,))
 
@@ -328,12 +323,5 @@ def _delta(
     error: str | None = None,
 ) -> TokenDelta:
     first = bool(token_ids) and len(request.token_ids) == request.num_prompt_tokens + len(token_ids)
-    return TokenDelta(
-        request_id=request.request_id,
-        token_ids=token_ids,
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        num_preemptions=request.num_preemptions,
-        scheduled_time=request.scheduled_time if first else None,
-        error=error,
-    )
+    return TokenDelta(request.request_id, token_ids, finish_reason, stop_reason, 0, request.num_preemptions,
+                      request.scheduled_time if first else None, error)
