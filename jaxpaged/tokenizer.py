@@ -1,6 +1,5 @@
 """Text to token ids and back, for a Hugging Face directory or a GGUF file. Nothing here needs JAX or PyTorch."""
 
-import inspect
 import json
 import logging
 import re
@@ -16,6 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from jaxpaged.chat_template import RESERVED, ChatTemplate, Renderer, TemplateJob
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError
 
 # Characters that stand for special-token text of a message while a template is rendered: private use, plane 16.
@@ -46,6 +46,7 @@ class Tokenizer:
         eos_token_ids: ids that end a text, as far as the tokenizer's files name them.
         byte_rule: how tokens become bytes, None for a decoder of another kind.
         max_token_chars: no token stands for more characters of text than this, None where there is no such bound.
+        render_chat_template: renders in place of `own_chat_template`, for a server that can cut a template off.
     """
 
     def __init__(self, hf: Any, eos_token_ids: Iterable[int] = ()) -> None:
@@ -62,6 +63,8 @@ class Tokenizer:
         self._special = {number: token.content for number, token in added.items() if token.special}
         self.byte_rule = _byte_rule(self.backend)
         self.max_token_chars = _max_token_chars(self.backend, self.byte_rule, added.values())
+        self.render_chat_template: Renderer | None = None
+        self._template: tuple[Any, ChatTemplate] | None = None
         self._bytes: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._adds_bos = self._find_adds_bos()
@@ -99,17 +102,17 @@ class Tokenizer:
             found = self._bytes[token_id] = self._token_bytes(token_id)
         return found
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
-                            continue_final_message: bool = False,
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+                            add_generation_prompt: bool = True, continue_final_message: bool = False,
                             chat_template_kwargs: dict[str, Any] | None = None) -> tuple[str, list[int]]:
         """Apply the chat template and encode its text.
 
         The template alone writes special tokens, the beginning token included: the text of one inside a message (or a
-        name, a tool's result, a template argument) is encoded as ordinary text. The template runs in transformers'
-        immutable sandbox.
+        name, a tool, its result, a template argument) is encoded as ordinary text.
 
         Args:
             messages: normalised messages.
+            tools: in OpenAI's form.
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it.
             chat_template_kwargs: further variables of the template.
@@ -128,30 +131,24 @@ class Tokenizer:
                                param="continue_final_message")
         variables = self._check_template_kwargs(chat_template_kwargs)
         try:
-            guard = _StandIns(self._special_pattern, (messages, variables))
-            hidden, variables = guard.hide(messages), guard.hide(variables)
+            guard = _StandIns(self._special_pattern, (messages, tools, variables))
+            job = TemplateJob(guard.hide(messages), guard.hide(tools), add_generation_prompt, continue_final_message,
+                              guard.hide(variables))
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
-        text = self._render(hidden, add_generation_prompt=add_generation_prompt,
-                            continue_final_message=continue_final_message, **variables)
+        render = self.render_chat_template or self.own_chat_template().render
+        text = render(job)
         if not guard.used:
             return text, self._encode(self.backend, text, False, "messages")
         return guard.restore(text), self._encode_guarded(text, guard)
 
-    def _render(self, messages: list[dict[str, Any]], **more: Any) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text = self.hf.apply_chat_template(messages, tokenize=False, **more)
-        except TemplateError as error:
-            reason = " ".join(str(error).split())[:200]
-            raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            # Templates are code: what they trip over is the messages' fault or theirs, never the server's.
-            raise RequestError(f"the chat template cannot render these messages ({type(error).__name__})",
-                               param="messages") from error
-        assert isinstance(text, str)
-        return text
+    def own_chat_template(self) -> ChatTemplate:
+        """The model's template, or the one given in its place."""
+        source = self.hf.chat_template
+        template = self._template
+        if template is None or template[0] != source:  # `hf` is the user's: it may have got another one
+            template = self._template = (source, ChatTemplate(source, self.hf.special_tokens_map))
+        return template[1]
 
     def _check_template_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any]:
         if given is None:
@@ -159,14 +156,9 @@ class Tokenizer:
         if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
             raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
         for name in given:
-            if name in self._reserved:
+            if name in RESERVED or name in self.hf.special_tokens_map:
                 raise RequestError(f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
         return given
-
-    @cached_property
-    def _reserved(self) -> frozenset[str]:
-        return frozenset({*inspect.signature(self.hf.apply_chat_template).parameters, *self.hf.special_tokens_map,
-                          "messages", "self"})
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:

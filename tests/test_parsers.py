@@ -1,0 +1,149 @@
+"""Tool calls and reasoning in what models write: found the same however the text is cut into pieces."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpaged.server.parsers.chosen import named_call, required_calls
+from jaxpaged.server.parsers.events import CallArguments, CallStart, Grammar, Parser, Reasoning, Text, merged
+from jaxpaged.server.parsers.registry import TOOL_PARSERS, reasoning_grammar
+
+# Letters that make tags, brackets and strings likely.
+noise = st.text(st.sampled_from('<>/[]{}"\\:,; \nabcdefglmnrtuo_|TOOLCALS'), max_size=30)
+TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", '{"name": "f", ',
+        '"arguments": {', '"parameters": "', "}", "[", "]", "[ARGS]")
+messy = st.lists(noise | st.sampled_from(TAGS), max_size=8).map("".join)
+values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner,
+                                                                                  max_size=3), max_leaves=6)
+names = st.text(st.characters(categories=("L", "N"), include_characters="_-."), min_size=1, max_size=12)
+calls = st.lists(st.tuples(names, st.dictionaries(st.text(max_size=5), values, max_size=3)), max_size=3)
+words = st.text(st.characters(codec="utf-8", exclude_characters="<[{"), max_size=15)
+GRAMMARS: dict[str, Grammar] = {**TOOL_PARSERS, "required": required_calls, "named": named_call("f"),
+                                "r1": reasoning_grammar("deepseek_r1", ""), "qwen3": reasoning_grammar("qwen3", "")}
+
+
+def parse(grammar: Grammar, *pieces: str) -> list[Any]:
+    parser = Parser(grammar)
+    events = [event for piece in pieces for event in parser.add(piece)]
+    return merged(events + parser.finish())
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def content(events: list[Any]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def found_calls(events: list[Any]) -> list[tuple[str, Any]]:
+    result: list[list[str]] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            result.append([event.name, ""])
+        elif isinstance(event, CallArguments):
+            result[-1][1] += event.text
+    return [(name, json.loads(arguments)) for name, arguments in result]
+
+
+@given(text=messy, data=st.data())
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_any_cut_of_any_text_gives_the_same(name: str, text: str, data: st.DataObject) -> None:
+    assert parse(GRAMMARS[name], *cut(data, text)) == parse(GRAMMARS[name], text)
+
+
+@given(text=messy.filter(lambda text: not any(tag in text for tag in (
+    "<tool_call>", "[TOOL_CALLS]", "{", "<think>", "<|python_tag|>"))))
+@pytest.mark.parametrize("name", [*TOOL_PARSERS, "qwen3"])
+def test_a_text_without_calls_is_left_alone(name: str, text: str) -> None:
+    assert content(parse(GRAMMARS[name], text)) == text
+
+
+def spelled(data: st.DataObject, name: str, arguments: Any, key: str) -> str:
+    """A call as a model may write it."""
+    indent = data.draw(st.sampled_from([None, 2]))
+    plain = data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        arguments = json.dumps(arguments, ensure_ascii=plain)
+    members = [("name", name), (key, arguments), ("id", data.draw(st.sampled_from([3, None, "x", [1]])))]
+    order = data.draw(st.permutations(members))
+    return json.dumps(dict(order), indent=indent, ensure_ascii=plain)
+
+
+@given(before=words, calls=calls, between=st.sampled_from(["", "\n", " \n\n"]), after=words, data=st.data())
+def test_hermes(before: str, calls: list[Any], between: str, after: str, data: st.DataObject) -> None:
+    tagged = [f"<tool_call>\n{spelled(data, name, arguments, 'arguments')}\n"
+              f"{data.draw(st.sampled_from(['</tool_call>', '']))}" for name, arguments in calls]
+    events = parse(GRAMMARS["hermes"], *cut(data, between.join([before, *tagged, after])))
+    assert found_calls(events) == calls
+    assert "".join(content(events).split()) == "".join((before + after).split())
+
+
+@given(calls=calls.filter(bool), separator=st.sampled_from([";", " ; ", "\n"]), tag=st.booleans(), data=st.data())
+def test_llama3(calls: list[Any], separator: str, tag: bool, data: st.DataObject) -> None:
+    text = separator.join(spelled(data, name, arguments, "parameters") for name, arguments in calls)
+    events = parse(GRAMMARS["llama3_json"], *cut(data, "<|python_tag|>" * tag + text))
+    assert found_calls(events) == calls and not content(events)
+
+
+@given(before=words, calls=calls.filter(bool), data=st.data())
+def test_mistral(before: str, calls: list[Any], data: st.DataObject) -> None:
+    old = f"[TOOL_CALLS] [{', '.join(spelled(data, name, arguments, 'arguments') for name, arguments in calls)}]"
+    mark = data.draw(st.sampled_from(["", "[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]"]))
+    new = "".join(f"[TOOL_CALLS]{name}{mark}{json.dumps(arguments)}" for name, arguments in calls)
+    for text in (old, new):
+        events = parse(GRAMMARS["mistral"], *cut(data, before + text))
+        assert found_calls(events) == calls
+        assert content(events) == before * bool(before.strip())
+
+
+@given(calls=calls.filter(bool), data=st.data())
+def test_demanded_calls(calls: list[Any], data: st.DataObject) -> None:
+    text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls],
+                      indent=data.draw(st.sampled_from([None, 1])))
+    events = parse(required_calls, *cut(data, text))
+    assert found_calls(events) == calls and not content(events)
+    name, arguments = calls[0]
+    assert found_calls(parse(named_call(name), *cut(data, json.dumps(arguments)))) == [(name, arguments)]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), [
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [CallStart("f"), CallArguments("{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}', [CallStart("f"), CallArguments("{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}', [CallStart("f"), CallArguments("{}")]),
+    ("hermes", "<tool_call>so be it</tool_call>", [Text("<tool_call>so be it</tool_call>")]),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}', [Text('<tool_call>{"name": 3, "arguments": {}}')]),
+    ("hermes", '<tool_call>{"name": "f", "argum', [Text('<tool_call>{"name": "f", "argum')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [CallStart("f"), CallArguments('{"a": "b')]),
+    ("hermes", "a <tool_ca", [Text("a <tool_ca")]),
+    ("hermes", " \n", [Text(" \n")]),
+    ("llama3_json", '{"name": "Bob", "age": 3}', [Text('{"name": "Bob", "age": 3}')]),
+    ("llama3_json", 'Sure: {"name": "f", "parameters": {}}', [Text('Sure: {"name": "f", "parameters": {}}')]),
+    ("llama3_json", "<|python_tag|>search.call()", [Text("<|python_tag|>search.call()")]),
+    ("mistral", "[TOOL_CALLS] f\n", [Text("[TOOL_CALLS] f\n")]),
+    ("mistral", "[TOOL_CALLS]", [Text("[TOOL_CALLS]")]),
+    ("required", "", []), ("required", "[", [Text("[")]), ("named", "", []),
+    ("r1", "hmm\n</think>\n\nYes", [Reasoning("hmm"), Text("Yes")]),
+    ("r1", "<think>\nhmm</think>Yes", [Reasoning("hmm"), Text("Yes")]),
+    ("r1", "</think>Yes", [Text("Yes")]), ("r1", "cut off", [Reasoning("cut off")]),
+    ("qwen3", "<think>a\nb</thi", [Reasoning("a\nb</thi")]), ("qwen3", "plain", [Text("plain")]),
+    ("qwen3", " <thin", [Text(" <thin")]), ("qwen3", "<think>a</think>b</think>", [Reasoning("a"), Text("b</think>")]),
+])
+def test_cases(name: str, text: str, expected: list[Any]) -> None:
+    assert parse(GRAMMARS[name], text) == expected
+
+
+def test_a_prompt_that_opens_the_reasoning() -> None:
+    assert parse(reasoning_grammar("qwen3", "...<think>\n"), "hm</think>Yes") == [Reasoning("hm"), Text("Yes")]
+
+
+def test_arguments_are_passed_on_while_they_are_written() -> None:
+    parser = Parser(GRAMMARS["hermes"])
+    assert parser.add('<tool_call>{"name": "f", "arguments": {"text": "a lon') == [
+        CallStart("f"), CallArguments('{"text": "a lon')]
+    assert parser.add("g story") == [CallArguments("g story")]
