@@ -119,7 +119,7 @@ def _cut_open(text: str, last: str) -> str:
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's words for training; here it is nothing but its body."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
