@@ -10,15 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 
 Transform = Callable[[np.ndarray], np.ndarray]
+Axes = tuple[str | None, ...]  # names of a parameter's axes that devices may share out; None, or left out: whole
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """`tensor` in the checkpoint (Hugging Face spelling) becomes the parameter at `path` after `transform`."""
+    """`tensor` in the checkpoint (Hugging Face spelling) becomes the parameter at `path` after `transform`.
+
+    `axes` are the parameter's, after the transform: "heads", "kv_heads", "mlp" or "vocab".
+    """
 
     tensor: str
     path: str
     transform: Transform
+    axes: Axes = ()
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:

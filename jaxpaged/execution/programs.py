@@ -137,6 +137,12 @@ class ProgramSet:
         assert analysis is not None, "this backend does not tell its temporaries"
         return int(analysis.temp_size_in_bytes)
 
+    def largest_temporaries(self) -> int:
+        """Memory that the largest step takes for itself: its forward pass, or its sampling."""
+        size = self._shape.sizes[-1]
+        return max(self.temporary_bytes(("forward", size)),
+                   self.temporary_bytes(("sample", self._shape.samples_of(size))))
+
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
         if name not in self._compiled:

@@ -1,0 +1,183 @@
+"""From a configuration, a model's config and a device's description to every size that the engine runs with.
+
+The same function serves the engine at its start, `python -m jaxpaged.plan` and `python -m jaxpaged.compile`; it needs
+neither weights nor the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ConfigError
+from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.memory_plan import MemoryPlan, plan_memory, refusal
+from jaxpaged.execution.programs import Params, StepShape, step_sizes
+from jaxpaged.execution.sharding import Partition, axes_tree, padded, partition_of, possible_sizes, shard_bytes
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.registry import ModelFamily
+from jaxpaged.models.transformer import Transformer
+
+Report = Callable[[str], None]
+
+# Temporaries are reused from layer to layer: a model of so many layers takes as much as the whole one.
+TRIAL_LAYERS = 2
+TRIAL_BLOCKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDescription:
+    """One device by its facts: platform "cpu" or "cuda", its name for people, its memory in bytes."""
+
+    platform: str
+    kind: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDefinition:
+    """A model before its weights are there.
+
+    Attributes:
+        config: sizes as the devices hold them; the vocabulary and the MLP may be padded.
+        graph: the module's definition.
+        shapes: shape and dtype of every parameter, as nested dicts.
+        axes: logical axes of every parameter, in the same tree.
+    """
+
+    config: ModelConfig
+    graph: nnx.GraphDef[Transformer]
+    shapes: Params
+    axes: dict[Any, Any]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Every size that the engine runs with."""
+
+    definition: ModelDefinition
+    partition: Partition
+    dtype: jnp.dtype
+    cache: KVCacheSpec
+    shape: StepShape
+    max_num_batched_tokens: int
+    max_model_len: int
+    memory: MemoryPlan
+
+
+def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition: Partition) -> ModelDefinition:
+    """The definition of a model that these devices share; no weights are made."""
+    config = padded(config, partition)
+    graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, dtype)))
+    shapes = nnx.to_pure_dict(state)
+    return ModelDefinition(config, graph, shapes, axes_tree(shapes, family.weights))
+
+
+def model_dtype(wanted: str, model: ModelConfig, platform: str) -> jnp.dtype:
+    """Dtype of weights and activations."""
+    if wanted == "auto":
+        wanted = "float32" if platform == "cpu" else model.checkpoint_dtype
+    return jnp.dtype(wanted)
+
+
+def make_plan(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: DeviceDescription,
+    *,
+    dtype: jnp.dtype,
+    definition: Callable[[ModelConfig, Partition], ModelDefinition],
+    temporaries: Callable[["EnginePlan"], int],
+    report: Report,
+) -> EnginePlan:
+    """Plan the engine.
+
+    Args:
+        model: the model as its checkpoint describes it.
+        definition: see `define`.
+        temporaries: bytes that the largest step takes for itself on each device; called with a plan whose pool is
+            small. A step's temporaries do not depend on the pool.
+        report: takes a line where the context had to be lowered.
+
+    Raises:
+        ConfigError: the model does not fit, or cannot be shared out to so many devices.
+    """
+    on_cpu = device.platform == "cpu"
+    partition = partition_of(model, config.tensor_parallel_size)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+    cache = KVCacheSpec.of(model, config.block_size, cache_dtype)
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    budget = config.max_num_batched_tokens or (256 if on_cpu else 8192)
+    max_model_len = _context(config, model)
+    whole = definition(model, partition)
+    memory_bytes = device.memory_bytes // partition.size if on_cpu else device.memory_bytes
+
+    def plan(num_blocks: int | None, temporary_bytes: int) -> EnginePlan:
+        memory = plan_memory(
+            num_devices=partition.size, memory_bytes=memory_bytes,
+            weight_bytes=shard_bytes(whole.shapes, whole.axes, partition), temporary_bytes=temporary_bytes,
+            block_size=config.block_size, block_bytes=cache.block_bytes // partition.kv,
+            kv_bytes_per_token=cache.block_bytes // config.block_size, on_cpu=on_cpu,
+            share=config.gpu_memory_utilization, pool_bytes=config.kv_cache_memory_bytes, num_blocks=num_blocks,
+        )
+        shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),
+                          config.block_size, memory.num_blocks)
+        return EnginePlan(whole, partition, dtype, cache, shape, budget, max_model_len, memory)
+
+    found = plan(config.num_gpu_blocks_override, temporaries(plan(TRIAL_BLOCKS, 0)))
+    if not found.memory.fits:
+        raise ConfigError(refusal(found.memory, _remedies(found, config, model, whole)))
+    if found.memory.tokens < max_model_len:
+        report(f"the KV pool holds {found.memory.tokens:,} tokens: the context is lowered from {max_model_len:,} to "
+               "that; --kv-cache-memory-bytes or --num-gpu-blocks-override make it larger")
+        width = -(-found.memory.tokens // config.block_size)
+        found = replace(found, max_model_len=found.memory.tokens, shape=replace(found.shape, table_width=width))
+    return found
+
+
+def lengths_of_interest(max_model_len: int) -> tuple[int, ...]:
+    """Request lengths that a plan tells the number of."""
+    return tuple(sorted({max_model_len, *(length for length in (1024, 4096, 16384) if length < max_model_len)}))
+
+
+def _remedies(plan: EnginePlan, config: EngineConfig, model: ModelConfig, whole: ModelDefinition) -> list[str]:
+    """Flags that would make room, those that help most first."""
+    memory, size = plan.memory, plan.partition.size
+    found = []
+    if config.num_gpu_blocks_override is not None:
+        found.append("--num-gpu-blocks-override lower, or left out")
+    elif config.kv_cache_memory_bytes is not None:
+        found.append(f"--kv-cache-memory-bytes of at least {2 * memory.block_bytes} that fits, or left out")
+    room = memory.allowed_bytes - memory.temporary_bytes - memory.reserve_bytes - 2 * memory.block_bytes
+    larger = [count for count in possible_sizes(model) if count > size
+              and shard_bytes(whole.shapes, whole.axes, partition_of(model, count)) <= room]
+    if memory.weight_bytes > room and larger:
+        found.append(f"--tensor-parallel-size {larger[0]}, whose devices hold "
+                     f"{_gib(shard_bytes(whole.shapes, whole.axes, partition_of(model, larger[0])))} of weights each")
+    if memory.weight_bytes > room and plan.dtype.itemsize == 4:
+        found.append(f"--dtype bfloat16, which halves the weights to {_gib(memory.weight_bytes // 2)}")
+    if memory.allowed_bytes < memory.memory_bytes:
+        found.append(f"--gpu-memory-utilization above {memory.allowed_bytes / memory.memory_bytes:.2g}")
+    if memory.temporary_bytes > memory.allowed_bytes // 20:
+        found.append(f"--max-num-batched-tokens below {plan.max_num_batched_tokens}")
+    return found or ["a device with more memory, or a smaller model"]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def _context(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.max_model_len or model.max_model_len
+    if wanted > model.max_model_len:
+        raise ConfigError(f"--max-model-len {wanted} is more than the model's context of {model.max_model_len}; "
+                          "lower it, or raise max_position_embeddings with --hf-overrides")
+    return wanted
