@@ -127,7 +127,7 @@ class EngineConfig:
 
 NOT_SUPPORTED = (
     "quantization", "load_format", "swap_space", "preemption_mode", "compiled", "enable_prefix_caching",
-    "enable_chunked_prefill", "scheduling_policy", "batch_invariant", "tensor_parallel_size", "pipeline_parallel_size",
+    "enable_chunked_prefill", "scheduling_policy", "batch_invariant", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel",
 )
 

@@ -4,7 +4,7 @@ The same function serves the engine at its start, `python -m jaxpaged.plan` and 
 neither weights nor the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,18 @@ from flax import nnx
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.execution.memory_plan import MemoryPlan, plan_memory, refusal
-from jaxpaged.execution.programs import Params, StepShape, step_sizes
-from jaxpaged.execution.sharding import Partition, axes_tree, padded, partition_of, possible_sizes, shard_bytes
+from jaxpaged.execution.memory_plan import MemoryPlan, plan_memory, refusal, temporary_bound
+from jaxpaged.execution.programs import Params, ProgramSet, StepShape, step_sizes
+from jaxpaged.execution.sharding import (
+    TENSOR,
+    Partition,
+    Placement,
+    axes_tree,
+    padded,
+    partition_of,
+    possible_sizes,
+    shard_bytes,
+)
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily
 from jaxpaged.models.transformer import Transformer
@@ -47,12 +56,16 @@ class ModelDefinition:
         graph: the module's definition.
         shapes: shape and dtype of every parameter, as nested dicts.
         axes: logical axes of every parameter, in the same tree.
+        stored: shapes without padding, as checkpoints have them.
+        vocab_size: without padding.
     """
 
     config: ModelConfig
     graph: nnx.GraphDef[Transformer]
     shapes: Params
     axes: dict[Any, Any]
+    stored: Params
+    vocab_size: int
 
     @property
     def weight_bytes(self) -> int:
@@ -75,10 +88,44 @@ class EnginePlan:
 
 def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition: Partition) -> ModelDefinition:
     """The definition of a model that these devices share; no weights are made."""
-    config = padded(config, partition)
-    graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, dtype)))
-    shapes = nnx.to_pure_dict(state)
-    return ModelDefinition(config, graph, shapes, axes_tree(shapes, family.weights))
+    axis = TENSOR if partition.size > 1 else None
+
+    def split(sizes: ModelConfig) -> tuple[nnx.GraphDef[Transformer], Params]:
+        graph, state = nnx.split(nnx.eval_shape(lambda: family.build(sizes, dtype, axis=axis)))
+        return graph, nnx.to_pure_dict(state)
+
+    held = padded(config, partition)
+    graph, shapes = split(held)
+    stored = shapes if held == config else split(config)[1]
+    return ModelDefinition(held, graph, shapes, axes_tree(shapes, family.weights), stored, config.vocab_size)
+
+
+def program_set(
+    plan: EnginePlan, definition: ModelDefinition, devices: Sequence[jax.Device], *, platform: str,
+    native_attention: bool = False,
+) -> ProgramSet:
+    """The programs of a plan on these devices, for its own definition or one of fewer layers."""
+    return ProgramSet(
+        definition.graph, definition.shapes, definition.config,
+        replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
+        placement=Placement.of(devices, plan.partition), vocab_size=definition.vocab_size, platform=platform,
+        native_attention=native_attention)
+
+
+def temporaries_by_compiling(
+    plan: EnginePlan, model: ModelConfig, define: Callable[[ModelConfig, Partition], ModelDefinition],
+    devices: Sequence[jax.Device], *, platform: str, native_attention: bool = False,
+) -> int:
+    """Bytes that the largest step takes for itself on each device."""
+    small = define(model.replace(num_layers=min(TRIAL_LAYERS, model.num_layers)), plan.partition)
+    return program_set(plan, small, devices, platform=platform, native_attention=native_attention).largest_temporaries()
+
+
+def temporaries_by_bound(plan: EnginePlan, model: ModelConfig) -> int:
+    """The same where no compiler can tell, or it does not matter."""
+    tokens = plan.max_num_batched_tokens
+    return temporary_bound(model, num_devices=plan.partition.size, tokens=tokens,
+                           samples=plan.shape.samples_of(tokens), itemsize=plan.dtype.itemsize)
 
 
 def model_dtype(wanted: str, model: ModelConfig, platform: str) -> jnp.dtype:

@@ -4,31 +4,30 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.execution.devices import DeviceInfo, select_device
-from jaxpaged.execution.memory_plan import temporary_bound
 from jaxpaged.execution.model_runner import ModelRunner, placed
 from jaxpaged.execution.programs import Params, ProgramSet, StepShape
 from jaxpaged.execution.sharding import Partition
 from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
-from jaxpaged.loading.weights import load_params
+from jaxpaged.loading.weights import KeyPath, load_params
 from jaxpaged.messages import EngineInfo
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import native_attention
 from jaxpaged.planning import (
-    TRIAL_LAYERS,
     DeviceDescription,
     EnginePlan,
     ModelDefinition,
@@ -37,6 +36,9 @@ from jaxpaged.planning import (
     lengths_of_interest,
     make_plan,
     model_dtype,
+    program_set,
+    temporaries_by_bound,
+    temporaries_by_compiling,
 )
 
 _SHOW_LOADING_BYTES = 2**30  # smaller models load in seconds: the compilation's bar is enough
@@ -66,7 +68,7 @@ class _Model:
     config: ModelConfig
     dtype: jnp.dtype
     define: Callable[[ModelConfig, Partition], ModelDefinition]
-    load: Callable[[ModelDefinition, bool], Params]
+    load: Callable[[ModelDefinition, ProgramSet, bool], Params]
 
 
 def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | None = None) -> ReadyModel:
@@ -76,39 +78,30 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         ConfigError, CheckpointError: with what to change.
     """
     began = time.monotonic()
-    device = select_device(config.device)
+    device = select_device(config.device, config.tensor_parallel_size)
     _enable_compilation_cache()
-    model = _from_memory(in_memory, device) if in_memory else _from_checkpoint(config, device)
+    model = _from_memory(in_memory) if in_memory else _from_checkpoint(config, device)
     on_cpu = device.platform == "cpu"
     cache_dtype = model.dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     native = _native_attention(config.cpu_attention, device, {model.dtype, jnp.dtype(cache_dtype)}, report)
 
-    def programs_for(plan: EnginePlan, definition: ModelDefinition) -> ProgramSet:
-        cache = replace(plan.cache, num_layers=definition.config.num_layers)
-        return ProgramSet(definition.graph, definition.shapes, definition.config, cache, plan.shape,
-                          device=device.device, platform=device.platform, native_attention=native)
-
     def temporaries(plan: EnginePlan) -> int:
         if on_cpu and config.gpu_memory_utilization is None:  # the pool's size does not follow from it
-            return temporary_bound(model.config, num_devices=1, tokens=plan.max_num_batched_tokens,
-                                   samples=plan.shape.samples_of(plan.max_num_batched_tokens),
-                                   itemsize=model.dtype.itemsize)
-        small = model.config.replace(num_layers=min(TRIAL_LAYERS, model.config.num_layers))
-        return programs_for(plan, model.define(small, plan.partition)).largest_temporaries()
+            return temporaries_by_bound(plan, model.config)
+        return temporaries_by_compiling(plan, model.config, model.define, device.devices, platform=device.platform,
+                                        native_attention=native)
 
     plan = make_plan(
         config, model.config, DeviceDescription(device.platform, device.kind, device.memory_bytes), dtype=model.dtype,
         definition=model.define, temporaries=temporaries, report=report)
     for line in plan.memory.lines(device.kind, lengths_of_interest(plan.max_model_len)):
         report(line)
-    programs = programs_for(plan, plan.definition)
+    programs = program_set(plan, plan.definition, device.devices, platform=device.platform, native_attention=native)
     params = _load_and_compile(model, plan.definition, programs, lazily=config.enforce_eager)
     if on_cpu:
         return_free_memory()
-        pools = plan.cache.allocate(plan.memory.num_blocks, device.device, _settle)
-    else:
-        pools = plan.cache.allocate(plan.memory.num_blocks, device.device)
-    runner = ModelRunner(programs, params, pools, plan.shape, device=device.device)
+    pools = plan.cache.allocate(plan.memory.num_blocks, programs.placement.sharding, *[_settle] * on_cpu)
+    runner = ModelRunner(programs, params, pools, plan.shape, stored=plan.definition.stored)
     info = EngineInfo(
         model=config.model,
         architecture=model.config.architecture,
@@ -137,11 +130,10 @@ def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> _Model:
     eos = model_config.eos_token_ids + _ids(checkpoint.generation_config.get("eos_token_id"))
     model_config = model_config.replace(eos_token_ids=tuple(sorted(set(eos))))
     dtype = model_dtype(config.dtype, model_config, device.platform)
-    return _Model(model_config, dtype, partial(define, family, dtype),
-                  lambda definition, progress: _load(checkpoint, family, definition, dtype, device, progress))
+    return _Model(model_config, dtype, partial(define, family, dtype), partial(_load, checkpoint, family, dtype))
 
 
-def _from_memory(model: InMemoryModel, device: DeviceInfo) -> _Model:
+def _from_memory(model: InMemoryModel) -> _Model:
     config = model.module.config
     family = find_family({"architectures": [config.architecture]})
     dtype = jnp.dtype(jax.tree.leaves(model.params)[0].dtype)
@@ -154,37 +146,46 @@ def _from_memory(model: InMemoryModel, device: DeviceInfo) -> _Model:
                               model.params)
         return replace(found, shapes=shapes)
 
-    return _Model(config, dtype, like_the_params, lambda definition, progress: placed(model.params, device.device))
+    def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
+        return placed(model.params, programs.params, programs.placement)
+
+    return _Model(config, dtype, like_the_params, load)
 
 
 def _load(
-    checkpoint: Checkpoint, family: ModelFamily, definition: ModelDefinition, dtype: jnp.dtype, device: DeviceInfo,
+    checkpoint: Checkpoint, family: ModelFamily, dtype: jnp.dtype, definition: ModelDefinition, programs: ProgramSet,
     progress: bool,
 ) -> Params:
-    config = definition.config
+    config, placement = definition.config, programs.placement
+
+    def place(path: KeyPath, array: np.ndarray) -> jax.Array:
+        shape = reduce(lambda tree, key: tree[key], path, programs.params)
+        return placement.put(array, shape)
+
     return load_params(
-        definition.shapes, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
-        tied=config.tie_embeddings, dtype=dtype, place=lambda array: jax.device_put(array, device.device),
-        keep_in_place=device.platform == "cpu", progress=progress,
+        definition.stored, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
+        tied=config.tie_embeddings, dtype=dtype, place=place,
+        keep_in_place=placement.mesh is None and placement.devices[0].platform == "cpu", progress=progress,
     )
 
 
 def _load_and_compile(model: _Model, definition: ModelDefinition, programs: ProgramSet, *, lazily: bool) -> Params:
     progress = definition.weight_bytes >= _SHOW_LOADING_BYTES
     if lazily:
-        return model.load(definition, progress)
+        return model.load(definition, programs, progress)
     with (
         tqdm(total=len(programs.names()), desc="Compiling programs", unit="program") as bar,
         ThreadPoolExecutor(1, thread_name_prefix="compile") as thread,
     ):
         compiling = thread.submit(programs.compile_all, lambda name: bar.update())
-        params = model.load(definition, progress)
+        params = model.load(definition, programs, progress)
         compiling.result()
     return params
 
 
 def _settle(pool: jax.Array) -> None:
-    move_zeros_to_huge_pages(jax.block_until_ready(pool).unsafe_buffer_pointer(), pool.nbytes)
+    for shard in jax.block_until_ready(pool).addressable_shards:
+        move_zeros_to_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
 
 
 def _native_attention(wanted: str, device: DeviceInfo, dtypes: set[jnp.dtype], report: Report) -> bool:

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import Linear, rotary_angles, rotate
+from jaxpaged.models.layers import Linear, MeshAxes, rotary_angles, rotate
 from jaxpaged.pallas_kernels import native_attention, xla_paged_attention
-from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.kv_write import write_kv
 
 TILES = xla_paged_attention.TileSizes()
@@ -65,27 +64,30 @@ def make_metadata(
 class Attention(nnx.Module):
     """Grouped-query self-attention over the page pools."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.attention_bias
         self.q = Linear(config.model_dim, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.k = Linear(config.model_dim, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.v = Linear(config.model_dim, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.o = Linear(heads * head_dim, config.model_dim, bias=config.attention_output_bias, dtype=dtype, rngs=rngs)
+        self.o = Linear(heads * head_dim, config.model_dim, bias=config.attention_output_bias, dtype=dtype, rngs=rngs,
+                        sum_over=axis)
         self.head_dim = head_dim
 
-    def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
+    def __call__(
+        self, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array, meta: AttentionMetadata
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [T, D] -> (y [T, D], pools with this step's keys and values)."""
         tokens = x.shape[0]
         q = rotate(self.q(x).reshape(tokens, -1, self.head_dim), meta.cos, meta.sin)
         k = rotate(self.k(x).reshape(tokens, -1, self.head_dim), meta.cos, meta.sin)
         v = self.v(x).reshape(tokens, -1, self.head_dim)
-        pages = write_kv(pages, k, v, meta.page, meta.place)
+        k_pool, v_pool = write_kv(k_pool, v_pool, k, v, meta.page, meta.place)
         scale = self.head_dim**-0.5
         if meta.work is None:
             y = native_attention.paged_attention(
-                q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, scale
+                q, k_pool, v_pool, meta.block_table, meta.slot, meta.position, scale
             )
         else:
-            y = xla_paged_attention.paged_attention(q, pages.k, pages.v, meta.block_table, meta.work, scale, TILES)
-        return self.o(y.reshape(tokens, -1)), pages
+            y = xla_paged_attention.paged_attention(q, k_pool, v_pool, meta.block_table, meta.work, scale, TILES)
+        return self.o(y.reshape(tokens, -1)), k_pool, v_pool

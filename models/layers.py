@@ -11,17 +11,27 @@ from flax import nnx
 
 from jaxpaged.models.config import RopeConfig
 
+MeshAxes = tuple[str, ...] | None
+
 
 class Linear(nnx.Module):
-    """y = x @ kernel (+ bias); kernel is [in, out], the faster way round on every backend."""
+    """y = x @ kernel (+ bias); kernel is [in, out], the faster way round on every backend.
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    `sum_over` names the mesh axes that share the rows of the kernel: their products are added up.
+    """
+
+    def __init__(
+        self, size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs, sum_over: MeshAxes = None
+    ) -> None:
         draw = jax.random.normal(rngs.params(), (size_in, size_out), jnp.float32) * size_in**-0.5
         self.kernel = nnx.Param(draw.astype(dtype))
         self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None
+        self.sum_over = sum_over
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x @ self.kernel[...]
+        if self.sum_over:
+            y = jax.lax.psum(y, self.sum_over)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -39,14 +49,26 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token table [V, D]; also the output head of models with tied embeddings."""
+    """Token table [V, D]; also the output head of models with tied embeddings.
 
-    def __init__(self, vocab_size: int, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    `axis` names the mesh axes that share the rows of the table; each device then has its own columns of the logits.
+    """
+
+    def __init__(
+        self, vocab_size: int, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
+    ) -> None:
         draw = jax.random.normal(rngs.params(), (vocab_size, model_dim), jnp.float32) * model_dim**-0.5
         self.table = nnx.Param(draw.astype(dtype))
+        self.axis = axis
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # [T] -> [T, D]
-        return self.table[...][ids]
+        table = self.table[...]
+        if not self.axis:
+            return table[ids]
+        row = ids - jax.lax.axis_index(self.axis) * table.shape[0]
+        mine = (row >= 0) & (row < table.shape[0])
+        found = jnp.where(mine[:, None], table[jnp.where(mine, row, 0)], 0)
+        return jax.lax.psum(found, self.axis)  # of one row and zeros
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         return jnp.einsum("bd,vd->bv", x, self.table[...], preferred_element_type=jnp.float32)
@@ -55,10 +77,12 @@ class Embedding(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-    def __init__(self, model_dim: int, mlp_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, model_dim: int, mlp_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
+    ) -> None:
         self.gate = Linear(model_dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.up = Linear(model_dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(mlp_dim, model_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(mlp_dim, model_dim, bias=bias, dtype=dtype, rngs=rngs, sum_over=axis)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

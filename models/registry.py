@@ -10,6 +10,7 @@ from flax import nnx
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layers import MeshAxes
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.models.weight_rules import WeightRule
 
@@ -22,9 +23,9 @@ class ModelFamily:
     weights: tuple[WeightRule, ...]
     ignored: tuple[str, ...]
 
-    def build(self, config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> Transformer:
-        """The module with random weights; call it under `nnx.eval_shape` to draw none."""
-        return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed))
+    def build(self, config: ModelConfig, dtype: jnp.dtype, seed: int = 0, axis: MeshAxes = None) -> Transformer:
+        """The module with random weights; call it under `nnx.eval_shape` to draw none. For `axis` see there."""
+        return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), axis=axis)
 
 
 _LLAMA = ModelFamily(llama.config_from_hf, llama.WEIGHTS, llama.IGNORED)

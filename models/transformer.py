@@ -8,25 +8,26 @@ from flax import nnx
 
 from jaxpaged.models.attention import Attention, AttentionMetadata
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import Embedding, GatedMLP, Linear, RMSNorm
-from jaxpaged.pallas_kernels.kv_pages import KVPages
+from jaxpaged.models.layers import Embedding, GatedMLP, Linear, MeshAxes, RMSNorm
 
-Pools = tuple[KVPages, ...]  # one per layer
+Pools = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values, [P, S, K, H] each
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP with residuals."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
         self.attn_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
-        self.attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.attn = Attention(config, dtype=dtype, rngs=rngs, axis=axis)
         self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.model_dim, config.mlp_dim, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.mlp = GatedMLP(config.model_dim, config.mlp_dim, bias=config.mlp_bias, dtype=dtype, rngs=rngs, axis=axis)
 
-    def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
-        y, pages = self.attn(self.attn_norm(x), pages, meta)
+    def __call__(
+        self, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array, meta: AttentionMetadata
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        y, k_pool, v_pool = self.attn(self.attn_norm(x), k_pool, v_pool, meta)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), pages
+        return x + self.mlp(self.mlp_norm(x)), k_pool, v_pool
 
 
 class Transformer(nnx.Module):
@@ -36,12 +37,15 @@ class Transformer(nnx.Module):
         config: sizes and switches.
         dtype: of weights and activations.
         rngs: for random weights; under `nnx.eval_shape` nothing is drawn.
+        axis: mesh axes that share heads, MLP and vocabulary, for a model that runs under `jax.shard_map` on its own
+            piece of every weight; None on one device.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.model_dim, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.embed = Embedding(config.vocab_size, config.model_dim, dtype=dtype, rngs=rngs, axis=axis)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs, axis=axis)
+                                for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
         tied = config.tie_embeddings
         self.head = None if tied else Linear(config.model_dim, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
@@ -58,14 +62,14 @@ class Transformer(nnx.Module):
             meta: see `make_metadata`.
 
         Returns:
-            Logits [B, V] float32, and the pools.
+            Logits [B, V] float32, or this device's columns of them, and the pools.
         """
         x = self.embed(ids)
         updated = []
-        for layer, pages in zip(self.layers, pools, strict=True):
+        for layer, (k_pool, v_pool) in zip(self.layers, pools, strict=True):
             graph, weights = nnx.split(layer)
-            x, pages = _run_layer(graph, weights, x, pages, meta)
-            updated.append(pages)
+            x, k_pool, v_pool = _run_layer(graph, weights, x, k_pool, v_pool, meta)
+            updated.append((k_pool, v_pool))
         x = self.norm(x[sample_row])
         logits = self.embed.logits(x) if self.head is None else self.head(x).astype(jnp.float32)
         return logits, tuple(updated)
@@ -74,6 +78,7 @@ class Transformer(nnx.Module):
 # A jit inside the step's jit: equal layers are traced once.
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, pages: KVPages, meta: AttentionMetadata
-) -> tuple[jax.Array, KVPages]:
-    return nnx.merge(graph, weights)(x, pages, meta)
+    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array,
+    meta: AttentionMetadata,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return nnx.merge(graph, weights)(x, k_pool, v_pool, meta)

@@ -21,6 +21,7 @@ from jaxpaged.engine_loop import run_engine_loop
 from jaxpaged.errors import ConfigError, ContextLengthError, RequestError
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.programs import ProgramSet, StepShape, step_sizes
+from jaxpaged.execution.sharding import Partition, Placement, axes_tree
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
@@ -485,8 +486,11 @@ def make_programs(num_blocks: int, native: bool) -> tuple[ProgramSet, KVCacheSpe
     module, params = module_and_params()
     cache = KVCacheSpec.of(module.config, 16, jnp.dtype(jnp.float32))
     shape = StepShape((2, 16), 4, CONTEXT // 16, 16, num_blocks)
-    return ProgramSet(nnx.split(module)[0], jax.eval_shape(lambda: params), module.config, cache, shape,
-                      device=jax.devices()[0], platform="cpu", native_attention=native), cache
+    shapes = jax.eval_shape(lambda: params)
+    return ProgramSet(nnx.split(module)[0], shapes, module.config, cache, shape,
+                      axes=axes_tree(shapes, find_family(CONFIG).weights),
+                      placement=Placement.of(jax.devices()[:1], Partition()), vocab_size=VOCAB, platform="cpu",
+                      native_attention=native), cache
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -100,7 +100,7 @@ def test_engine_flags(argv: list[str], name: str, value: object) -> None:
     (["--tool-call-parser", "hermes"], "--tool-call-parser is not supported yet"),
     (["--enable-auto-tool-choice"], "--enable-auto-tool-choice is not supported yet"),
     (["--reasoning-parser", "x"], "--reasoning-parser is not supported yet"),
-    (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 is not supported yet"),
+    (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not supported yet"),
 ])
 def test_each_mistake_is_one_line_that_names_the_flag(
         argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxpaged.loading.weights import load_params
+from jaxpaged.loading.weights import KeyPath, load_params
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.weight_rules import WeightRule, as_is, transposed
 from tests.tiny_gguf import CONFIG, random_weights, write_gguf
@@ -105,7 +105,7 @@ def test_any_transform_gives_contiguous_aligned_arrays(dtype: Any) -> None:
               "scalar": shape(), "cube": shape(5, 4, 3), "none": shape(4, 0)}
     placed = []
 
-    def place(array: np.ndarray) -> jax.Array:
+    def place(path: KeyPath, array: np.ndarray) -> jax.Array:
         placed.append(array)
         return jnp.array(array)
 

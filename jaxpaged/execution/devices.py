@@ -1,5 +1,6 @@
 """Which device runs the model, and how much memory it has."""
 
+import contextlib
 import os
 import resource
 from dataclasses import dataclass
@@ -13,38 +14,57 @@ from jaxpaged.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device by name: platform "cpu" or "cuda", kind for people, memory that the process may use in bytes."""
+    """Equal devices by name: platform "cpu" or "cuda", kind for people, memory in bytes.
+
+    The memory is each device's, or what the process may use in all on CPU.
+    """
 
     platform: str
     kind: str
     memory_bytes: int
-    device: jax.Device
+    devices: tuple[jax.Device, ...]
 
 
-def select_device(wanted: str) -> DeviceInfo:
-    """Start the backend of `wanted` ("auto", "cpu" or "cuda") and describe its first device.
+def select_device(wanted: str, count: int = 1) -> DeviceInfo:
+    """Start the backend of `wanted` ("auto", "cpu" or "cuda") and describe its first `count` devices.
 
     The platform is fixed before any backend starts: an installed GPU plugin that finds no GPU would print a traceback.
 
+    A CPU counts as as many devices as are asked for, if its backend has not started yet.
+
     Raises:
-        ConfigError: there is no such device here, or the process has already started another backend.
+        ConfigError: there are no such devices here, or the process has already started another backend.
     """
     platform = wanted if wanted != "auto" else ("cuda" if _has_nvidia_gpu() else "cpu")
     fixed = jax.config.jax_platforms  # type: ignore[attr-defined]
     if fixed is None:
         jax.config.update("jax_platforms", platform)
+    if platform == "cpu" and count > 1:
+        _split_cpu(count)
     try:
-        device = get_backend(platform).local_devices()[0]
+        devices = get_backend(platform).local_devices()
     except RuntimeError as error:
         if wanted == "auto" and platform == "cuda":
-            return select_device("cpu")
+            return select_device("cpu", count)
         hint = "install jaxpaged[cuda12] or jaxpaged[cuda13], or use --device cpu" if platform == "cuda" else \
             f"JAX was told to use {fixed}; unset that or use --device cuda"
         raise ConfigError(f"no {platform} device: {str(error).splitlines()[0]}; {hint}") from error
+    if len(devices) < count:
+        hint = "the process has started JAX already; set jax_num_cpu_devices before that" if platform == "cpu" else \
+            "lower --tensor-parallel-size"
+        raise ConfigError(f"{count} {platform} devices are needed, there are {len(devices)}; {hint}")
+    chosen = tuple(devices[:count])
     if platform == "cpu":
-        return DeviceInfo("cpu", f"CPU ({usable_cores()} cores)", process_memory_bytes(), device)
-    stats = device.memory_stats() or {}
-    return DeviceInfo("cuda", device.device_kind, int(stats.get("bytes_limit", 0)), device)
+        return DeviceInfo("cpu", f"CPU ({usable_cores()} cores)", process_memory_bytes(), chosen)
+    stats = chosen[0].memory_stats() or {}
+    return DeviceInfo("cuda", chosen[0].device_kind, int(stats.get("bytes_limit", 0)), chosen)
+
+
+def _split_cpu(count: int) -> None:
+    """Let the CPU backend, which has not started yet, have at least `count` devices."""
+    with contextlib.suppress(RuntimeError):  # it has started: then what it has counts
+        if jax.config.jax_num_cpu_devices < count:  # type: ignore[attr-defined]
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def usable_cores() -> int:

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jaxpaged.execution.sharding import pool_spec
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Pools
-from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of the pools of one model; the layout is that of `KVPages`."""
+    """Shape of the pools of one model: per layer one array for keys and one for values, [P, S, K, H]."""
 
     num_layers: int
     num_kv_heads: int
@@ -27,24 +28,21 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers: keys, values and scales."""
-        leaves = jax.tree.leaves(self.shapes(1))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        """Bytes of one block in all layers, keys and values."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
-    def shapes(self, num_blocks: int) -> Pools:
+    def shapes(self, num_blocks: int) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
         """Shapes of the pools, as the programs take them."""
-        pool = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
-        scale = None
-        if is_scaled(self.dtype):
-            scale = jax.ShapeDtypeStruct((num_blocks, self.num_kv_heads, self.block_size), jnp.float32)
-        return (KVPages(pool, pool, scale, scale),) * self.num_layers  # type: ignore[arg-type]
+        one = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
+        return ((one, one),) * self.num_layers
 
     def allocate(
-        self, num_blocks: int, device: jax.Device, settle: Callable[[jax.Array], None] = lambda pool: None
+        self, num_blocks: int, sharding: Callable[[PartitionSpec], jax.sharding.Sharding],
+        settle: Callable[[jax.Array], None] = lambda pool: None,
     ) -> Pools:
-        """Zeroed pools on the device, made one by one; `settle` sees each before the next."""
-        def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-            pool = jnp.zeros(shape.shape, shape.dtype, device=device)
+        """Zeroed pools on their devices, made one by one; `settle` sees each before the next."""
+        def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            pool = jnp.zeros(leaf.shape, leaf.dtype, device=sharding(pool_spec(leaf)))
             settle(pool)
             return pool
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.programs import ADMIT_SIZES, Params, ProgramSet, StepShape
 from jaxpaged.execution.sampler import state_of
+from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.messages import EngineRequest
 from jaxpaged.models.transformer import Pools
@@ -33,13 +34,21 @@ class StepInFlight:
         return [] if self.ids is None else np.asarray(self.ids)[: self.step.num_sampled].tolist()
 
 
-def placed(params: Mapping[Any, Any], device: jax.Device) -> Params:
-    """Weights on the device; those that are there already stay where they are, host arrays are copied."""
-    def place(leaf: Any) -> jax.Array:
-        # On CPU a numpy array would be used as it lies, and whoever holds it may still write to it.
-        return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), device)
+def placed(params: Mapping[Any, Any], shapes: Params, placement: Placement) -> Params:
+    """Weights on their devices; those that are there already stay where they are, host arrays are copied.
 
-    return dict(jax.tree.map(place, params))
+    Args:
+        shapes: shape and sharding of each, in a tree like `params`; zeros fill up what is padded for the mesh.
+    """
+    def place(leaf: Any, shape: Any) -> jax.Array:
+        if placement.mesh is None:
+            # On CPU a numpy array would be used as it lies, and whoever holds it may still write to it.
+            return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), shape.sharding)
+        if isinstance(leaf, jax.Array) and leaf.shape == shape.shape:
+            return jax.device_put(leaf, shape.sharding)
+        return placement.put(np.asarray(leaf), shape)
+
+    return dict(jax.tree.map(place, params, shapes))
 
 
 class ModelRunner:
@@ -47,8 +56,9 @@ class ModelRunner:
 
     Args:
         programs: the compiled set.
-        params: the weights on the device.
-        pools: zeroed pools on the device; the runner owns them from now on.
+        params: the weights on their devices.
+        pools: zeroed pools on their devices; the runner owns them from now on.
+        stored: shapes of the weights without the padding for the mesh.
     """
 
     def __init__(
@@ -58,17 +68,18 @@ class ModelRunner:
         pools: Pools,
         shape: StepShape,
         *,
-        device: jax.Device,
+        stored: Params | None = None,
     ) -> None:
         self._programs = programs
         self._params = params
         self._shape = shape
-        self._device = device
+        self._stored = params if stored is None else stored
         slots = shape.max_num_seqs + 1
         self._pools = pools
-        self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=device)
-        self._last_id = jnp.zeros(slots, jnp.int32, device=device)
-        self._sampling = jax.device_put(state_of((), slots), device)
+        everywhere = programs.placement.sharding()
+        self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=everywhere)
+        self._last_id = jnp.zeros(slots, jnp.int32, device=everywhere)
+        self._sampling = jax.device_put(state_of((), slots), everywhere)
 
     @property
     def params(self) -> Params:
@@ -106,9 +117,9 @@ class ModelRunner:
         def shapes(tree: Any) -> Any:
             return jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype)), tree)
 
-        if shapes(params) != shapes(self._params):
+        if shapes(params) not in (shapes(self._params), shapes(self._stored)):
             raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
-        self._params = placed(params, self._device)
+        self._params = placed(params, self._programs.params, self._programs.placement)
 
     def _admit(self, requests: list[tuple[EngineRequest, int]]) -> None:
         size = next(size for size in ADMIT_SIZES if size >= len(requests))

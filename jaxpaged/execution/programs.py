@@ -9,15 +9,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.sampler import SamplingState, sample, state_of
+from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
 from jaxpaged.execution.step_input import unpack_step
+from jaxpaged.execution.vocabulary import Vocabulary
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Pools, Transformer
@@ -81,7 +85,9 @@ class ProgramSet:
     Args:
         graph: the model's definition, without weights.
         params: shapes of the weights.
-        device: where they will run.
+        axes: logical axes of the weights, in a tree like `params`.
+        placement: where they will run.
+        vocab_size: without the padding that `config` may have.
         platform: "cpu" or "cuda".
         native_attention: see `make_metadata`.
     """
@@ -94,7 +100,9 @@ class ProgramSet:
         cache: KVCacheSpec,
         shape: StepShape,
         *,
-        device: jax.Device,
+        axes: Params,
+        placement: Placement,
+        vocab_size: int,
         platform: str,
         native_attention: bool = False,
     ) -> None:
@@ -103,9 +111,11 @@ class ProgramSet:
         self._shape = shape
         self._platform = platform
         self._native_attention = native_attention
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
-        self._params = self._placed(params)
-        self._pools = self._placed(cache.shapes(shape.num_blocks))
+        self.placement = placement
+        self._vocab_size = vocab_size
+        self._param_specs = spec_tree(axes)
+        self.params = jax.tree.map(self._spec_of, params, self._param_specs)
+        self._pools = jax.tree.map(lambda leaf: self._spec_of(leaf, pool_spec(leaf)), cache.shapes(shape.num_blocks))
         self._compiled: dict[ProgramName, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
@@ -158,19 +168,27 @@ class ProgramSet:
         if kind == "forward":
             table = self._spec((slots, self._shape.table_width), jnp.int32)
             packed = self._spec((4 * count + self._shape.samples_of(count),), jnp.int32)
-            run = jax.jit(self._forward(count), donate_argnums=(1, 2))
-            return run.lower(self._params, self._pools, table, ids, packed)
+            pools = jax.tree.map(pool_spec, self._pools)
+            spread = self.placement.spread(
+                self._forward(count), (self._param_specs, pools, REPLICATED, REPLICATED, REPLICATED),
+                (LOGITS, pools, REPLICATED, REPLICATED, REPLICATED))
+            run = jax.jit(spread, donate_argnums=(1, 2))
+            return run.lower(self.params, self._pools, table, ids, packed)
         state = self._placed(jax.eval_shape(lambda: state_of((), slots)))
         if kind == "sample":
-            logits = self._spec((count, self._config.vocab_size), jnp.float32)
+            logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
             rows = self._spec((count,), jnp.int32)
-            return jax.jit(_sample, donate_argnums=1).lower(state, ids, logits, rows, rows)
+            spread = self.placement.spread(
+                partial(_sample, self.placement.vocabulary),
+                (REPLICATED, REPLICATED, LOGITS, REPLICATED, REPLICATED), REPLICATED)
+            return jax.jit(spread, donate_argnums=1).lower(state, ids, logits, rows, rows)
         rows = self._placed(jax.eval_shape(lambda: state_of((), count)))
         return jax.jit(_admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
 
     def _forward(self, size: int) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
         graph, config, block_size = self._graph, self._config, self._shape.block_size
         native = self._native_attention
+        vocabulary, vocab_size = self.placement.vocabulary, self._vocab_size
 
         def forward(
             params: Params,
@@ -187,25 +205,30 @@ class ProgramSet:
             meta = make_metadata(rows.slot, rows.position, block_table, config, block_size, native=native)
             row = jnp.minimum(rows.sample_row, size - 1)
             logits, pools = nnx.merge(graph, params)(ids, row, pools, meta)
+            logits = vocabulary.hide_padding(logits, vocab_size)
             real = rows.sample_row < size
             sample_slot = jnp.where(real, rows.slot[row], null_slot)
             return logits, pools, block_table, sample_slot, rows.position[row] + 1
 
         return forward
 
-    def _spec(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self._sharding)
+    def _spec(self, shape: Sequence[int], dtype: Any, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.placement.sharding(spec))
+
+    def _spec_of(self, leaf: Any, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
+        return self._spec(leaf.shape, leaf.dtype, spec)
 
     def _placed(self, tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: self._spec(leaf.shape, leaf.dtype), tree)
+        return jax.tree.map(self._spec_of, tree)
 
 
 def _sample(
-    state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array, position: jax.Array
+    vocabulary: Vocabulary, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
+    position: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Ids [B], and the slots' last ids with them written."""
     rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
-    ids = sample(logits, rows, position)
+    ids = sample(logits, rows, position, vocabulary)
     return ids, last_id.at[slot].set(jnp.maximum(ids, 0))
 
 

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import threefry2x32_p
 
+from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
 from jaxpaged.messages import EngineRequest
 from jaxpaged.scheduling.scheduler import FAILED_TOKEN
 
@@ -23,6 +25,7 @@ Rows = jax.Array | np.ndarray  # one entry per row, on the device or still on th
 _LOW_HALF = 0xFFFFFFFF
 _LEAST_TOP_P = 1e-30
 _MOST_TEMPERATURE = 1e30
+_SHARED_BITS = 4
 
 
 @partial(jax.tree_util.register_dataclass,
@@ -66,38 +69,55 @@ def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
     )
 
 
-def sample(logits: jax.Array, state: SamplingState, position: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array, state: SamplingState, position: jax.Array, vocabulary: Vocabulary = WHOLE
+) -> jax.Array:
     """Pick one token per row.
 
     Args:
-        logits: [B, V] float32.
+        logits: [B, V] float32, or the part of it that this device has.
         state: the rows' parameters.
         position: [B] int32, the sequence position that the new token will have.
+        vocabulary: how devices share the logits.
 
     Returns:
         [B] int32; FAILED_TOKEN where a row's logits are not finite.
     """
     # XLA's maximum on CPU passes over NaN: as plus infinity it shows there.
-    highest = jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
-    greedy = _first_index(logits, highest)
-    drawn = lax.cond(jnp.any(state.temperature > 0), _draw, lambda *_: greedy, logits, state, position)
+    highest = vocabulary.max("highest", jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
+    greedy = _first_index(logits, highest, vocabulary)
+    drawn = lax.cond(jnp.any(state.temperature > 0), partial(_draw, vocabulary), lambda *_: greedy,
+                     logits, state, position, highest)
     ids = jnp.where(state.temperature > 0, drawn, greedy)
     return jnp.where(jnp.isfinite(highest), ids, FAILED_TOKEN)
 
 
-def _first_index(values: jax.Array, wanted: jax.Array) -> jax.Array:
+def _first_index(values: jax.Array, wanted: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Smallest index of `wanted` in each row; two plain reductions, quicker on CPU than argmax."""
-    index = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    return jnp.min(jnp.where(values == wanted[:, None], index, values.shape[1] - 1), axis=-1)
+    index, last = vocabulary.index(values), vocabulary.size(values) - 1
+    return vocabulary.min("index", jnp.min(jnp.where(values == wanted[:, None], index, last), axis=-1))
 
 
-def _draw(logits: jax.Array, state: SamplingState, position: jax.Array) -> jax.Array:
-    scaled = logits / jnp.where(state.temperature > 0, state.temperature, 1)[:, None]
-    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p)
+def _draw(
+    vocabulary: Vocabulary, logits: jax.Array, state: SamplingState, position: jax.Array, highest: jax.Array
+) -> jax.Array:
+    temperature = jnp.where(state.temperature > 0, state.temperature, 1)
+    scaled = logits / temperature[:, None]
+    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p, vocabulary, highest / temperature)
     keys = jax.vmap(_row_key)(state.seed, state.choice, position)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[1:], jnp.float32))(keys)
+    noise = jax.vmap(_gumbel)(jax.random.key_data(keys), vocabulary.index(scaled))
     perturbed = jnp.where(kept, scaled + noise, -jnp.inf)
-    return _first_index(perturbed, jnp.max(perturbed, axis=-1))
+    best = vocabulary.max("drawn", jnp.max(perturbed, axis=-1))
+    return _first_index(perturbed, best, vocabulary)
+
+
+def _gumbel(key: jax.Array, index: jax.Array) -> jax.Array:
+    """Gumbel noise, a function of the key [2] and each index [V] alone: what `jax.random.gumbel` gives for all of V."""
+    count = index.astype(jnp.uint32)
+    high, low = threefry2x32_p.bind(key[0], key[1], jnp.zeros_like(count), count)
+    mantissa = (high ^ low) >> 9 | jnp.uint32(0x3F800000)  # a float32 from 1 to 2
+    uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
 def _row_key(seed: Rows, choice: Rows, position: jax.Array) -> jax.Array:
@@ -105,31 +125,39 @@ def _row_key(seed: Rows, choice: Rows, position: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, choice), position)
 
 
-def keep_mask(scaled: jax.Array, top_k: Rows, top_p: Rows, min_p: Rows) -> jax.Array:
+def keep_mask(
+    scaled: jax.Array, top_k: Rows, top_p: Rows, min_p: Rows, vocabulary: Vocabulary = WHOLE,
+    highest: jax.Array | None = None,
+) -> jax.Array:
     """Which tokens survive min-p, then top-k, then top-p over what is left; ties at a cut-off all stay.
 
     Args:
         scaled: [B, V] logits after temperature.
         top_k, top_p, min_p: [B].
+        vocabulary: how devices share the logits.
+        highest: [B] the rows' largest, if it is known.
 
     Returns:
         bool [B, V]; the most probable token always stays.
     """
-    vocab = scaled.shape[1]
-    relative = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    vocab = vocabulary.size(scaled)
+    if highest is None:
+        highest = vocabulary.max("highest", jnp.max(scaled, axis=-1))
+    relative = scaled - highest[:, None]
     kept = relative >= jnp.log(min_p)[:, None]
     order = _ordered_bits(relative)
 
     def cut_top_k(kept: jax.Array) -> jax.Array:
         wanted = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
         ones = jnp.ones_like(scaled)
-        return kept & (order >= _threshold(order, ones, wanted.astype(jnp.float32))[:, None])
+        return kept & (order >= _threshold("top_k", order, ones, wanted.astype(jnp.float32), vocabulary)[:, None])
 
     def cut_top_p(kept: jax.Array) -> jax.Array:
         mass = jnp.where(kept, jnp.exp(relative), 0)
         # The most probable token's mass is 1; a top_p that float32 rounds to zero must not count as no cut.
-        wanted = jnp.where(top_p < 1, jnp.maximum(top_p, _LEAST_TOP_P) * jnp.sum(mass, axis=-1), 0)
-        return kept & (order >= _threshold(order, mass, wanted)[:, None])
+        total = vocabulary.sum("mass", jnp.sum(mass, axis=-1))
+        wanted = jnp.where(top_p < 1, jnp.maximum(top_p, _LEAST_TOP_P) * total, 0)
+        return kept & (order >= _threshold("top_p", order, mass, wanted, vocabulary)[:, None])
 
     kept = lax.cond(jnp.any((top_k > 0) & (top_k < vocab)), cut_top_k, lambda same: same, kept)
     return lax.cond(jnp.any(top_p < 1), cut_top_p, lambda same: same, kept) | (relative == 0)
@@ -141,15 +169,23 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _threshold(order: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
+def _threshold(
+    name: str, order: jax.Array, weight: jax.Array, wanted: jax.Array, vocabulary: Vocabulary
+) -> jax.Array:
     """[B] uint32: the largest number t for which the weights of `order >= t` still sum up to `wanted`.
 
-    `wanted` <= 0 cuts nothing.
+    `wanted` <= 0 cuts nothing. Devices that share the vocabulary find four bits in each pass, and not one: 8 sums of 15
+    numbers per row cross between them, and not 32.
     """
+    bits = 1 if vocabulary.axis is None else _SHARED_BITS
 
     def body(step: jax.Array, threshold: jax.Array) -> jax.Array:
-        candidate = threshold | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
-        held = jnp.sum(jnp.where(order >= candidate[:, None], weight, 0), axis=-1)
-        return jnp.where((held >= wanted) & (wanted > 0), candidate, threshold)
+        shift = (32 - bits - bits * step).astype(jnp.uint32)
+        candidates = [threshold | (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
+        held = [jnp.sum(jnp.where(order >= candidate[:, None], weight, 0), axis=-1) for candidate in candidates]
+        if vocabulary.axis is None:
+            return jnp.where((held[0] >= wanted) & (wanted > 0), candidates[0], threshold)
+        enough = (vocabulary.sum(name, jnp.stack(held, axis=1)) >= wanted[:, None]) & (wanted > 0)[:, None]
+        return threshold | (jnp.sum(enough, axis=1, dtype=jnp.uint32) << shift)
 
-    return lax.fori_loop(0, 32, body, jnp.zeros(order.shape[0], jnp.uint32))
+    return lax.fori_loop(0, 32 // bits, body, jnp.zeros(order.shape[0], jnp.uint32))

@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.execution.vocabulary import Vocabulary
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.weight_rules import Axes, WeightRule
 
 KV, SHARE = "kv", "share"
 TENSOR = (KV, SHARE)
 REPLICATED = PartitionSpec()
-POOLS = PartitionSpec(None, None, KV, None)  # [P, S, K, H]
 LOGITS = PartitionSpec(None, TENSOR)  # [B, V]
 
 MESH_AXES: dict[str, tuple[str, ...]] = {
@@ -112,6 +112,11 @@ def spec_tree(axes: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: spec_tree(value) if isinstance(value, Mapping) else spec_of(value) for key, value in axes.items()}
 
 
+def pool_spec(leaf: Any) -> PartitionSpec:
+    """Where the mesh cuts a pool [P, S, K, H], or its scales [P, K, S]."""
+    return PartitionSpec(None, None, KV, None) if len(leaf.shape) == 4 else PartitionSpec(None, KV, None)
+
+
 @dataclass(frozen=True)
 class Placement:
     """The devices that a model runs on. One device needs no mesh: its programs are plain ones.
@@ -137,8 +142,31 @@ class Placement:
         """What the model's sums run over inside a program; None on one device."""
         return TENSOR if self.mesh else None
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """How the devices share logits."""
+        return Vocabulary(self.axis, self.partition.size)
+
     def sharding(self, spec: PartitionSpec = REPLICATED) -> jax.sharding.Sharding:
         return NamedSharding(self.mesh, spec) if self.mesh else SingleDeviceSharding(self.devices[0])
+
+    def put(self, array: np.ndarray, wanted: Any) -> jax.Array:
+        """A host array on its devices, each with its own piece alone.
+
+        Args:
+            wanted: shape and sharding; zeros fill the array up to that shape.
+        """
+        if self.mesh is None:
+            return jax.device_put(array, wanted.sharding)
+
+        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            found: np.ndarray = array[index]
+            missing = [(0, len(range(*part.indices(size))) - have)
+                       for part, size, have in zip(index, wanted.shape, found.shape, strict=True)]
+            return np.pad(found, missing) if any(after for _, after in missing) else found
+
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, piece)
 
     def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` as each device runs it on its own pieces; on one device, `function` itself."""

@@ -9,6 +9,7 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.loading.hf_checkpoint import HfCheckpoint
+from jaxpaged.loading.json_files import read_json
 
 _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
 
@@ -49,6 +50,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is neither a directory nor a .gguf file")
     _check_layers(checkpoint)
     return checkpoint
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a model whose weights need not be there, from its config.json or .gguf file.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    return GgufCheckpoint(path).config if path.suffix == ".gguf" else read_json(path)
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:

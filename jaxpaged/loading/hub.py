@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxpaged.config import DEFAULT_MODEL
@@ -66,11 +67,38 @@ def resolve_model(
     return _hub_model(model, revision, download_dir)
 
 
+def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The config.json, or the .gguf file that holds it, of a model whose weights need not be there.
+
+    Args:
+        model: a config.json, or anything that `resolve_model` takes; of a hub model only the config is downloaded.
+
+    Raises:
+        CheckpointError: there is no such model, or it could not be downloaded.
+    """
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path) and path.suffix == ".json":
+        return path
+    if os.path.isdir(path):
+        return path / "config.json"
+    if os.path.exists(path) or model == DEFAULT_MODEL or not _HUB_ID.fullmatch(model):
+        return resolve_model(model, revision, download_dir)
+    from huggingface_hub import hf_hub_download
+
+    return Path(_from_hub(model, lambda: hf_hub_download(model, "config.json", revision=revision,
+                                                         cache_dir=download_dir)))
+
+
 def _hub_model(model: str, revision: str | None, download_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
+    return Path(_from_hub(model, lambda: snapshot_download(model, revision=revision, cache_dir=download_dir,
+                                                           allow_patterns=_HUB_FILES)))
+
+
+def _from_hub(model: str, fetch: Callable[[], str]) -> str:
     try:
-        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, allow_patterns=_HUB_FILES))
+        return fetch()
     except Exception as error:  # the client's own errors, its HTTP library's, and the system's share no base
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(f"{model} is not a local path and could not be fetched from the hub: {reason}; check the "

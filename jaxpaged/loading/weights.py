@@ -17,8 +17,8 @@ from jaxpaged.loading.checkpoint import Checkpoint
 from jaxpaged.loading.host_memory import HostArena, zeros
 from jaxpaged.models.weight_rules import Transform, WeightRule
 
-Place = Callable[[np.ndarray], jax.Array]
 KeyPath = tuple[str | int, ...]
+Place = Callable[[KeyPath, np.ndarray], jax.Array]
 
 # Dequantising releases the interpreter lock; more threads than this gain little and each holds a tensor.
 _THREADS = 2
@@ -58,8 +58,8 @@ def load_params(
         ignored: fnmatch patterns of tensors that need no parameter.
         tied: the output head is the embedding, so that a head in the checkpoint needs no parameter.
         dtype: of the parameters.
-        place: puts a finished host array on its devices; by default on the default device. The array is C-contiguous
-            and 64-byte aligned, and nobody writes to it afterwards.
+        place: puts a parameter's finished host array on its devices; by default on the default device. The array is
+            C-contiguous and 64-byte aligned, and nobody writes to it afterwards.
         keep_in_place: `place` keeps using the host array itself, as on the CPU backend: all are cut from one piece of
             memory, in huge pages.
         progress: show a bar.
@@ -75,7 +75,7 @@ def load_params(
     tasks = _plan(shapes, rules, checkpoint, num_layers, [*ignored, *(["lm_head.weight"] if tied else [])])
     # The largest first, so that the threads finish together.
     tasks.sort(key=lambda task: -math.prod(task.shape))
-    place = place or jax.device_put
+    place = place or (lambda path, array: jax.device_put(array))
     params: dict[Any, Any] = {}
     total = sum(math.prod(task.shape) for task in tasks) * target.itemsize
     take = HostArena(total, len(tasks)).take if keep_in_place else zeros
@@ -152,7 +152,8 @@ def _load(
     else:
         param = memory.reshape(task.shape)
         param[...] = task.transform(checkpoint.read(task.tensor))
-    return jax.block_until_ready(place(param))  # waiting bounds the host arrays that copies are still reading
+    # Waiting bounds the host arrays that copies are still reading.
+    return jax.block_until_ready(place(task.path, param))
 
 
 def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...] | None:
