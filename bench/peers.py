@@ -54,6 +54,11 @@ class Setting:
     batch: int
     engine_flags: Sequence[str]
 
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether the peers that can should cache prefixes, by jaxpaged's flag."""
+        return "--no-enable-prefix-caching" not in self.engine_flags
+
 
 @contextmanager
 def run_jaxpaged(setting: Setting) -> Iterator[Callable[[Sequence[Job]], Ids]]:
@@ -93,7 +98,9 @@ def run_transformers(setting: Setting) -> Iterator[Callable[[Sequence[Job]], Ids
 def run_vllm(setting: Setting) -> Iterator[Callable[[Sequence[Job]], Ids]]:
     import vllm
 
-    llm = vllm.LLM(str(setting.weights), dtype="float32", skip_tokenizer_init=True)
+    # Its default share is of all memory and is refused where other programs hold some; this is far more than it needs.
+    llm = vllm.LLM(str(setting.weights), dtype="float32", skip_tokenizer_init=True, gpu_memory_utilization=0.4,
+                   enable_prefix_caching=setting.prefix_caching)
 
     def run(jobs: Sequence[Job]) -> Ids:
         prompts = [{"prompt_token_ids": list(job.prompt)} for job in jobs]
@@ -124,7 +131,7 @@ def run_openvino(setting: Setting) -> Iterator[Callable[[Sequence[Job]], Ids]]:
 
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 2
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = setting.prefix_caching
     precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     pipe = genai.ContinuousBatchingPipeline(str(_openvino_folder(setting.weights)), scheduler, "CPU", precision)
 
