@@ -35,10 +35,7 @@ def select_device(wanted: str, count: int = 1) -> DeviceInfo:
     Raises:
         ConfigError: there are no such devices here, or the process has already started another backend.
     """
-    platform = wanted if wanted != "auto" else ("cuda" if _has_nvidia_gpu() else "cpu")
-    fixed = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if fixed is None:
-        jax.config.update("jax_platforms", platform)
+    platform = fix_platform(wanted)
     if platform == "cpu" and count > 1:
         _split_cpu(count)
     try:
@@ -47,7 +44,7 @@ def select_device(wanted: str, count: int = 1) -> DeviceInfo:
         if wanted == "auto" and platform == "cuda":
             return select_device("cpu", count)
         hint = "install jaxpaged[cuda12] or jaxpaged[cuda13], or use --device cpu" if platform == "cuda" else \
-            f"JAX was told to use {fixed}; unset that or use --device cuda"
+            f"JAX was told to use {_fixed_platforms()}; unset that or use --device cuda"
         raise ConfigError(f"no {platform} device: {str(error).splitlines()[0]}; {hint}") from error
     if len(devices) < count:
         hint = "the process has started JAX already; set jax_num_cpu_devices before that" if platform == "cpu" else \
@@ -65,6 +62,19 @@ def _split_cpu(count: int) -> None:
     with contextlib.suppress(RuntimeError):  # it has started: then what it has counts
         if jax.config.jax_num_cpu_devices < count:  # type: ignore[attr-defined]
             jax.config.update("jax_num_cpu_devices", count)
+
+
+def fix_platform(wanted: str) -> str:
+    """The platform that `wanted` ("auto", "cpu" or "cuda") means here; JAX starts no other, unless told before."""
+    platform = wanted if wanted != "auto" else ("cuda" if _has_nvidia_gpu() else "cpu")
+    if not _fixed_platforms():
+        jax.config.update("jax_platforms", platform)
+    return platform
+
+
+def _fixed_platforms() -> str | None:
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return platforms
 
 
 def usable_cores() -> int:

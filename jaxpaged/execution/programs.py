@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from jaxpaged.execution.vocabulary import Vocabulary
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Pools, Transformer
+from jaxpaged.pallas_kernels.lowering import lowering_for
 
 logger = logging.getLogger(__name__)
 
@@ -156,13 +158,18 @@ class ProgramSet:
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
         if name not in self._compiled:
-            compiled = self._lowered(name).compile(compiler_options=COMPILER_OPTIONS[self._platform])
+            compiled = self.lower(name).compile(compiler_options=COMPILER_OPTIONS[self._platform])
             with self._lock:
                 self._compiled[name] = compiled
         return self._compiled[name]
 
-    def _lowered(self, name: ProgramName) -> jax.stages.Lowered:
-        kind, count = name
+    def lower(self, name: ProgramName) -> jax.stages.Lowered:
+        """The program before it is compiled, which can also be done for a device that is not there; see `aot`."""
+        # Inside shard_map the mesh says which devices they are.
+        with nullcontext() if self.placement.mesh else lowering_for(self.placement.devices[0]):
+            return self._lowered(*name)
+
+    def _lowered(self, kind: str, count: int) -> jax.stages.Lowered:
         slots = self._shape.max_num_seqs + 1
         ids = self._spec((slots,), jnp.int32)
         if kind == "forward":
