@@ -116,18 +116,24 @@ def launch(
     )(*args)
 
 
+def is_compile_only(device: jax.Device) -> bool:
+    """Whether the device is only a description: programs compile for it, and none runs."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
 def lowering_for(device: jax.Device) -> AbstractContextManager[Any]:
     """Context in which a program with kernels is lowered for `device`; needed around `lower()`, not around `compile()`.
 
     From jax 0.11 on the lowering asks the context for the GPU, and one that is not there has to be named. The warning
     of deprecation is silenced for good rather than inside the context: programs are lowered on several threads, and
     Python's warning filters are not made to be restored by two of them.
+    Inside `shard_map` its mesh names the devices, and nothing has to be around it.
     """
     if device.platform != "gpu":
         return nullcontext()
     warnings.filterwarnings("ignore", message=_IS_DEPRECATED, category=DeprecationWarning)
-    if not hasattr(jax.sharding, "AbstractDevice"):
+    if not is_compile_only(device):
         return nullcontext()
-    kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=None, platform="cuda")
-    mesh = jax.sharding.AbstractMesh((1,), ("gpu",), abstract_device=kind)
-    return jax.sharding.use_abstract_mesh(mesh)
+    name = device.device_kind.replace("L40S", "L40")  # Pallas' table has the latter alone; the architecture is the same
+    kind = jax.sharding.AbstractDevice(device_kind=name, num_cores=None, platform="cuda")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("gpu",), abstract_device=kind))

@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scheduling": ((), ("scheduling", *TOP)),
     "pallas_kernels": (("jax", "numpy"), ("pallas_kernels",)),
     "models": (("flax", "jax", "numpy"), ("models", "pallas_kernels", "errors", "execution.sharding")),
-    "execution": (("flax", "jax", "numpy"), ("execution", "models", "scheduling", *TOP)),
+    "execution": (("flax", "jax", "numpy"), ("execution", "models", "pallas_kernels", "scheduling", *TOP)),
     "loading": (("flax", "gguf", "huggingface_hub", "jax", "ml_dtypes", "numpy", "orbax", "safetensors", "tqdm"),
                 ("loading", "models", *TOP)),
     "engine": (ENGINE_THIRD, ("",)),  # every part; what may import the server is checked apart

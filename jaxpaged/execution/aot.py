@@ -10,24 +10,23 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.devices import fix_platform
-from jaxpaged.execution.gpu_targets import GpuTarget
+from jaxpaged.execution.gpu_targets import GpuSpec
 
 _NO_PLUGIN = "compiling for a GPU without one needs JAX's CUDA plugin of the same version as JAX: pip install " \
     "'jax[cuda12-local]' nvidia-cuda-nvcc-cu12 absl-py"
 
 
-def compile_only_devices(target: GpuTarget, count: int = 1) -> tuple[jax.Device, ...]:
+def compile_only_devices(gpu: GpuSpec, count: int = 1) -> tuple[jax.Device, ...]:
     """`count` devices that programs can be compiled for, and nothing else.
 
     Raises:
@@ -38,7 +37,7 @@ def compile_only_devices(target: GpuTarget, count: int = 1) -> tuple[jax.Device,
     fix_platform("auto")
     try:
         found = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=target.config_text
+            platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=gpu.config_text
         )
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -46,23 +45,20 @@ def compile_only_devices(target: GpuTarget, count: int = 1) -> tuple[jax.Device,
     return tuple(found.devices)
 
 
-def is_compile_only(device: jax.Device) -> bool:
-    """Whether the device is one of `compile_only_devices`."""
-    return type(device.client).__name__ == "CompileOnlyPyClient"
+@contextmanager
+def no_persistent_cache() -> Iterator[None]:
+    """Compile without JAX's persistent cache: what it holds for a device that is not there cannot be read back.
 
-
-def lowering_context(device: jax.Device, mesh: Mesh | None = None) -> AbstractContextManager[Any]:
-    """What has to be around `lower()`: from jax 0.11 on Pallas asks the context which GPU it lowers for.
-
-    `mesh` is that of the program's shardings, None for one device.
+    It is switched off for the whole process; whoever compiles on several threads holds this around them all.
     """
-    if not is_compile_only(device):
-        return nullcontext()
-    names, sizes = (mesh.axis_names, mesh.axis_sizes) if mesh else (("device",), (1,))
-    name = device.device_kind.replace("L40S", "L40")  # Pallas's table has only the latter; the architecture is the same
-    kind = AbstractDevice(device_kind=name, num_cores=None, platform="cuda")
-    types = (AxisType.Auto,) * len(names)
-    return jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, types, abstract_device=kind))
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # whether there is a cache is decided once, until this
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        reset_cache()
 
 
 def dump_options(folder: Path) -> dict[str, bool | str]:
@@ -198,13 +194,13 @@ def analyse(compiled: jax.stages.Compiled, dump: Path | None = None, *, kernels:
     )
 
 
-def resident_blocks(kernel: Kernel, launch: Launch, target: GpuTarget) -> int:
+def resident_blocks(kernel: Kernel, launch: Launch, gpu: GpuSpec) -> int:
     """Blocks of a kernel that one multiprocessor holds at once, by registers, shared memory and threads."""
     warps = -(-launch.threads // 32)
     registers = -(-kernel.registers // 8) * 8 * 32 * warps
     shared = launch.shared_bytes + 1024  # the system's own share of each block
-    return min(target.registers_per_sm // registers, target.shared_bytes_per_sm // shared,
-               target.threads_per_sm // launch.threads, 32)
+    return min(gpu.registers_per_sm // registers, gpu.shared_bytes_per_sm // shared,
+               gpu.threads_per_sm // launch.threads, 32)
 
 
 _OP = re.compile(r"= (\S+|\([^=]*\)) (copy|all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"

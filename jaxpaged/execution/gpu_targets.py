@@ -8,7 +8,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class GpuTarget:
+class GpuSpec:
     """A GPU by its public facts.
 
     Attributes:
@@ -82,27 +82,27 @@ device_description_str: "{self.kind}"
 
 _AMPERE, _SMALL, _HOPPER = (167936, 166912, 2048), (102400, 101376, 1536), (233472, 232448, 2048)
 
-TARGETS = {
-    target.name: target
-    for target in (
-        GpuTarget("a100-40g", "NVIDIA A100-SXM4-40GB", (8, 0), 108, *_AMPERE, 40960 * MIB, 1555e9, 40 * MIB, 1.41, 64),
-        GpuTarget("a100-80g", "NVIDIA A100-SXM4-80GB", (8, 0), 108, *_AMPERE, 81920 * MIB, 2039e9, 40 * MIB, 1.41, 64),
-        GpuTarget("a10", "NVIDIA A10", (8, 6), 72, *_SMALL, 23028 * MIB, 600e9, 6 * MIB, 1.695, 128),
-        GpuTarget("l4", "NVIDIA L4", (8, 9), 58, *_SMALL, 23034 * MIB, 300e9, 48 * MIB, 2.04, 128),
-        GpuTarget("l40s", "NVIDIA L40S", (8, 9), 142, *_SMALL, 46068 * MIB, 864e9, 96 * MIB, 2.52, 128),
-        GpuTarget("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, *_HOPPER, 81559 * MIB, 3350e9, 50 * MIB, 1.98, 128),
-        GpuTarget("h200", "NVIDIA H200", (9, 0), 132, *_HOPPER, 143771 * MIB, 4800e9, 50 * MIB, 1.98, 128),
-        GpuTarget("b200", "NVIDIA B200", (10, 0), 148, *_HOPPER, 183359 * MIB, 8000e9, 126 * MIB, 1.965, 128),
+GPUS = {
+    spec.name: spec
+    for spec in (
+        GpuSpec("a100-40g", "NVIDIA A100-SXM4-40GB", (8, 0), 108, *_AMPERE, 40960 * MIB, 1555e9, 40 * MIB, 1.41, 64),
+        GpuSpec("a100-80g", "NVIDIA A100-SXM4-80GB", (8, 0), 108, *_AMPERE, 81920 * MIB, 2039e9, 40 * MIB, 1.41, 64),
+        GpuSpec("a10", "NVIDIA A10", (8, 6), 72, *_SMALL, 23028 * MIB, 600e9, 6 * MIB, 1.695, 128),
+        GpuSpec("l4", "NVIDIA L4", (8, 9), 58, *_SMALL, 23034 * MIB, 300e9, 48 * MIB, 2.04, 128),
+        GpuSpec("l40s", "NVIDIA L40S", (8, 9), 142, *_SMALL, 46068 * MIB, 864e9, 96 * MIB, 2.52, 128),
+        GpuSpec("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, *_HOPPER, 81559 * MIB, 3350e9, 50 * MIB, 1.98, 128),
+        GpuSpec("h200", "NVIDIA H200", (9, 0), 132, *_HOPPER, 143771 * MIB, 4800e9, 50 * MIB, 1.98, 128),
+        GpuSpec("b200", "NVIDIA B200", (10, 0), 148, *_HOPPER, 183359 * MIB, 8000e9, 126 * MIB, 1.965, 128),
     )
 }
 
 
-def find_target(name: str) -> GpuTarget:
+def find_gpu(name: str) -> GpuSpec:
     """The GPU of this name.
 
     Raises:
         ConfigError: there is none; the text lists those that there are.
     """
-    if name not in TARGETS:
-        raise ConfigError(f"no GPU named {name!r}; known are {', '.join(TARGETS)}")
-    return TARGETS[name]
+    if name not in GPUS:
+        raise ConfigError(f"no GPU named {name!r}; known are {', '.join(GPUS)}")
+    return GPUS[name]
