@@ -10,6 +10,7 @@ from flax import nnx
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Linear, MeshAxes, rotary_angles, rotate
 from jaxpaged.pallas_kernels import native_attention, xla_paged_attention
+from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.kv_write import write_kv
 
 TILES = xla_paged_attention.TileSizes()
@@ -74,20 +75,18 @@ class Attention(nnx.Module):
                         sum_over=axis)
         self.head_dim = head_dim
 
-    def __call__(
-        self, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array, meta: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
         """x [T, D] -> (y [T, D], pools with this step's keys and values)."""
         tokens = x.shape[0]
         q = rotate(self.q(x).reshape(tokens, -1, self.head_dim), meta.cos, meta.sin)
         k = rotate(self.k(x).reshape(tokens, -1, self.head_dim), meta.cos, meta.sin)
         v = self.v(x).reshape(tokens, -1, self.head_dim)
-        k_pool, v_pool = write_kv(k_pool, v_pool, k, v, meta.page, meta.place)
+        pages = write_kv(pages, k, v, meta.page, meta.place)
         scale = self.head_dim**-0.5
         if meta.work is None:
             y = native_attention.paged_attention(
-                q, k_pool, v_pool, meta.block_table, meta.slot, meta.position, scale
+                q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, scale
             )
         else:
-            y = xla_paged_attention.paged_attention(q, k_pool, v_pool, meta.block_table, meta.work, scale, TILES)
-        return self.o(y.reshape(tokens, -1)), k_pool, v_pool
+            y = xla_paged_attention.paged_attention(q, pages.k, pages.v, meta.block_table, meta.work, scale, TILES)
+        return self.o(y.reshape(tokens, -1)), pages

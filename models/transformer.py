@@ -9,8 +9,9 @@ from flax import nnx
 from jaxpaged.models.attention import Attention, AttentionMetadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Embedding, GatedMLP, Linear, MeshAxes, RMSNorm
+from jaxpaged.pallas_kernels.kv_pages import KVPages
 
-Pools = tuple[tuple[jax.Array, jax.Array], ...]  # per layer: keys and values, [P, S, K, H] each
+Pools = tuple[KVPages, ...]  # one per layer
 
 
 class DecoderLayer(nnx.Module):
@@ -22,12 +23,10 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config.model_dim, config.mlp_dim, bias=config.mlp_bias, dtype=dtype, rngs=rngs, axis=axis)
 
-    def __call__(
-        self, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array, meta: AttentionMetadata
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        y, k_pool, v_pool = self.attn(self.attn_norm(x), k_pool, v_pool, meta)
+    def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
+        y, pages = self.attn(self.attn_norm(x), pages, meta)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), k_pool, v_pool
+        return x + self.mlp(self.mlp_norm(x)), pages
 
 
 class Transformer(nnx.Module):
@@ -66,10 +65,10 @@ class Transformer(nnx.Module):
         """
         x = self.embed(ids)
         updated = []
-        for layer, (k_pool, v_pool) in zip(self.layers, pools, strict=True):
+        for layer, pages in zip(self.layers, pools, strict=True):
             graph, weights = nnx.split(layer)
-            x, k_pool, v_pool = _run_layer(graph, weights, x, k_pool, v_pool, meta)
-            updated.append((k_pool, v_pool))
+            x, pages = _run_layer(graph, weights, x, pages, meta)
+            updated.append(pages)
         x = self.norm(x[sample_row])
         logits = self.embed.logits(x) if self.head is None else self.head(x).astype(jnp.float32)
         return logits, tuple(updated)
@@ -78,7 +77,6 @@ class Transformer(nnx.Module):
 # A jit inside the step's jit: equal layers are traced once.
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, k_pool: jax.Array, v_pool: jax.Array,
-    meta: AttentionMetadata,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return nnx.merge(graph, weights)(x, k_pool, v_pool, meta)
+    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, pages: KVPages, meta: AttentionMetadata
+) -> tuple[jax.Array, KVPages]:
+    return nnx.merge(graph, weights)(x, pages, meta)

@@ -6,20 +6,28 @@ Axis letters: T tokens, N query heads, K kv heads, H head dim, P pages, S page s
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.pallas_kernels.kv_pages import KVPages, quantize
+
 
 def write_kv(
-    k_pool: jax.Array,  # [P, S, K, H]
-    v_pool: jax.Array,  # [P, S, K, H]
+    pages: KVPages,
     k: jax.Array,  # [T, K, H]
     v: jax.Array,  # [T, K, H]
     page: jax.Array,  # [T] int32
     place: jax.Array,  # [T] int32, 0 to S - 1
-) -> tuple[jax.Array, jax.Array]:
+) -> KVPages:
     """Put the keys and values of T tokens at their places in the pools, one token after another."""
+    k_pool, v_pool, k_scale, v_scale = pages
     for t in range(k.shape[0]):
-        k_pool = k_pool.at[page[t], place[t]].set(k[t])
-        v_pool = v_pool.at[page[t], place[t]].set(v[t])
-    return k_pool, v_pool
+        new_k, new_v = k[t], v[t]  # [K, H]
+        if k_scale is not None and v_scale is not None:
+            new_k, key_scale = quantize(new_k, k_pool.dtype)
+            new_v, value_scale = quantize(new_v, v_pool.dtype)
+            k_scale = k_scale.at[page[t], :, place[t]].set(key_scale)
+            v_scale = v_scale.at[page[t], :, place[t]].set(value_scale)
+        k_pool = k_pool.at[page[t], place[t]].set(new_k.astype(k_pool.dtype))
+        v_pool = v_pool.at[page[t], place[t]].set(new_v.astype(v_pool.dtype))
+    return KVPages(k_pool, v_pool, k_scale, v_scale)
 
 
 def paged_attention(

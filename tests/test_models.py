@@ -18,6 +18,7 @@ from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.hf_config import common_config
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
+from jaxpaged.pallas_kernels.kv_pages import KVPages
 from tests.sameness import compare_ids, num_decided
 from tests.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
 
@@ -80,7 +81,7 @@ def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32
     @jax.jit
     def run(params: Any, ids: jax.Array) -> jax.Array:
         meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table, config, block_size)
-        pools = ((pool, pool),) * config.num_layers
+        pools = (KVPages(pool, pool),) * config.num_layers
         return nnx.merge(graph, params)(ids, jnp.arange(count), pools, meta)[0]
 
     logits = run(params, jnp.array(tokens, jnp.int32))

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.pallas_kernels import kv_write, reference, xla_paged_attention
+from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.xla_paged_attention import TileSizes, make_work_list
 
 
@@ -320,8 +321,8 @@ def test_keys_and_values_go_to_their_places_and_nowhere_else(write: Callable[...
     chosen = rng.permutation(np.arange(size, pages * size))[: tokens - padding]
     page = np.concatenate([chosen // size, np.zeros(padding)]).astype(np.int32)
     place = np.concatenate([chosen % size, np.zeros(padding)]).astype(np.int32)
-    written = jax.jit(write)(*pools, *new, page, place)
-    for pool, rows, found in zip(pools, new, written, strict=True):
+    written = jax.jit(write)(KVPages(*map(jnp.asarray, pools)), *new, page, place)
+    for pool, rows, found in zip(pools, new, written[:2], strict=True):
         wanted = pool.copy()
         for index in range(tokens):
             wanted[page[index], place[index]] = rows[index]
@@ -334,7 +335,7 @@ def test_writing_in_place_casts_to_the_pools_dtype_and_uses_their_memory() -> No
     rows = np.full((3, 2, 8), 1 / 3, np.float32)
     page, place = np.array([1, 2, 4], np.int32), np.array([0, 3, 1], np.int32)
     pointers = [pool.unsafe_buffer_pointer() for pool in pools]
-    written = jax.jit(kv_write.write_kv, donate_argnums=(0, 1))(*pools, rows, rows, page, place)
-    assert [pool.unsafe_buffer_pointer() for pool in written] == pointers
-    assert all(pool.dtype == jnp.bfloat16 for pool in written)
-    assert float(written[0][4, 1, 0, 0]) == float(jnp.bfloat16(1 / 3))
+    written = jax.jit(kv_write.write_kv, donate_argnums=0)(KVPages(*pools), rows, rows, page, place)
+    assert [pool.unsafe_buffer_pointer() for pool in written[:2]] == pointers
+    assert all(pool.dtype == jnp.bfloat16 for pool in written[:2])
+    assert float(written.k[4, 1, 0, 0]) == float(jnp.bfloat16(1 / 3))

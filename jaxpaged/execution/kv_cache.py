@@ -10,11 +10,12 @@ from jax.sharding import PartitionSpec
 from jaxpaged.execution.sharding import pool_spec
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Pools
+from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of the pools of one model: per layer one array for keys and one for values, [P, S, K, H]."""
+    """Shape of the pools of one model; the layout is that of `KVPages`."""
 
     num_layers: int
     num_kv_heads: int
@@ -28,13 +29,17 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers, keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        """Bytes of one block in all layers: keys, values and scales."""
+        leaves = jax.tree.leaves(self.shapes(1))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    def shapes(self, num_blocks: int) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct], ...]:
+    def shapes(self, num_blocks: int) -> Pools:
         """Shapes of the pools, as the programs take them."""
-        one = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
-        return ((one, one),) * self.num_layers
+        pool = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
+        scale = None
+        if is_scaled(self.dtype):
+            scale = jax.ShapeDtypeStruct((num_blocks, self.num_kv_heads, self.block_size), jnp.float32)
+        return (KVPages(pool, pool, scale, scale),) * self.num_layers  # type: ignore[arg-type]
 
     def allocate(
         self, num_blocks: int, sharding: Callable[[PartitionSpec], jax.sharding.Sharding],

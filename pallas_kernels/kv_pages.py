@@ -1,0 +1,48 @@
+"""What one layer keeps of the tokens: keys and values by page, and their scales where they are stored in 8 bits.
+
+The layout is [P, S, K, H] on every platform. For the GPU kernels [P, K, S, H] would do as well: both compile to the
+same loads, 16 bytes per thread along H, and a (page, head) is a plain box of memory for TMA in either. The CPU paths
+read all heads of a token together, which this layout keeps side by side. Scales are [P, K, S]: a GPU program reads one
+head's scales of many tokens, and these are then neighbours.
+
+Axis letters: P pages, S page size, K kv heads, H head dim, T tokens.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class KVPages(NamedTuple):
+    """One layer's pools; axis 0 of every array is the block."""
+
+    k: jax.Array  # [P, S, K, H]
+    v: jax.Array  # [P, S, K, H]
+    k_scale: jax.Array | None = None  # [P, K, S] float32: a key is its stored numbers times its scale
+    v_scale: jax.Array | None = None  # [P, K, S] float32
+
+
+LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}  # dtypes that need scales
+
+
+def is_scaled(dtype: jnp.dtype) -> bool:
+    """Whether pages of this dtype come with scales."""
+    return jnp.dtype(dtype) in LARGEST
+
+
+def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Store x [..., H] in 8 bits, with one scale per row.
+
+    Returns:
+        The stored numbers [..., H] of `dtype`, and the scales [...] float32: the row's largest magnitude over the
+        dtype's, so that nothing overflows; 1 for a row of zeros.
+    """
+    largest = LARGEST[jnp.dtype(dtype)]
+    wide = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1) / largest
+    scale = jnp.where(scale > 0, scale, 1.0)
+    stored = wide / scale[..., None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        stored = jnp.round(stored)
+    return stored.astype(dtype), scale
