@@ -11,6 +11,7 @@ from jaxpaged.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BLOCK_SIZES = (16, 32, 64, 128)
+DEFAULT_MEMORY_SHARE = 0.9
 
 
 def _flag(default: Any, help: str, **more: Any) -> Any:
@@ -47,8 +48,9 @@ class EngineConfig:
     device: str = _flag("auto", "where to run", choices=("auto", "cpu", "cuda"), group="memory")
     block_size: int = _flag(16, "tokens in one KV block", choices=BLOCK_SIZES, group="memory")
     gpu_memory_utilization: float | None = _flag(
-        None, "share of the device's memory to use (default: 0.9; on CPU the pool is min(2 GiB, a quarter of the "
-        "memory the process may use) unless this is given)", group="memory")
+        None, "share of the device's memory to use, which JAX takes at once; several engines share a GPU by theirs "
+        f"(default: {DEFAULT_MEMORY_SHARE}; on CPU the pool is min(2 GiB, a quarter of the memory the process may use) "
+        "unless this is given)", group="memory")
     kv_cache_memory_bytes: int | None = _flag(None, "size of the KV pool in bytes, instead of a share", group="memory")
     num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks, instead of a share", group="memory")
     kv_cache_dtype: str = _flag("auto", "dtype of the KV pool; auto: the model's",

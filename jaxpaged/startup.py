@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.execution.devices import DeviceInfo, select_device
 from jaxpaged.execution.model_runner import ModelRunner, placed
@@ -78,7 +78,8 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         ConfigError, CheckpointError: with what to change.
     """
     began = time.monotonic()
-    device = select_device(config.device, config.tensor_parallel_size)
+    device = select_device(config.device, config.tensor_parallel_size,
+                           config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
     _enable_compilation_cache()
     model = _from_memory(in_memory) if in_memory else _from_checkpoint(config, device)
     on_cpu = device.platform == "cpu"

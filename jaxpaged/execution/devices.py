@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 from jax.extend.backend import get_backend
 
+from jaxpaged.config import DEFAULT_MEMORY_SHARE
 from jaxpaged.errors import ConfigError
 
 
@@ -25,12 +26,14 @@ class DeviceInfo:
     devices: tuple[jax.Device, ...]
 
 
-def select_device(wanted: str, count: int = 1) -> DeviceInfo:
+def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEMORY_SHARE) -> DeviceInfo:
     """Start the backend of `wanted` ("auto", "cpu" or "cuda") and describe its first `count` devices.
 
     The platform is fixed before any backend starts: an installed GPU plugin that finds no GPU would print a traceback.
 
-    A CPU counts as as many devices as are asked for, if its backend has not started yet.
+    A CPU counts as as many devices as are asked for, if its backend has not started yet. On a GPU JAX takes
+    `memory_share` of the memory for itself at once and never more, so that several processes can share one by their
+    shares; if its backend has started already, the share that it took then counts as the one asked for.
 
     Raises:
         ConfigError: there are no such devices here, or the process has already started another backend.
@@ -38,14 +41,17 @@ def select_device(wanted: str, count: int = 1) -> DeviceInfo:
     platform = fix_platform(wanted)
     if platform == "cpu" and count > 1:
         _split_cpu(count)
+    if platform == "cuda":
+        _limit_preallocation(memory_share)
     try:
         devices = get_backend(platform).local_devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin finds no CUDA libraries
         if wanted == "auto" and platform == "cuda":
-            return select_device("cpu", count)
+            return select_device("cpu", count, memory_share)
         hint = "install jaxpaged[cuda12] or jaxpaged[cuda13], or use --device cpu" if platform == "cuda" else \
             f"JAX was told to use {_fixed_platforms()}; unset that or use --device cuda"
-        raise ConfigError(f"no {platform} device: {str(error).splitlines()[0]}; {hint}") from error
+        reason = (str(error).splitlines() or ["JAX finds none"])[0]
+        raise ConfigError(f"no {platform} device: {reason}; {hint}") from error
     if len(devices) < count:
         hint = "the process has started JAX already; set jax_num_cpu_devices before that" if platform == "cpu" else \
             "lower --tensor-parallel-size"
@@ -54,7 +60,15 @@ def select_device(wanted: str, count: int = 1) -> DeviceInfo:
     if platform == "cpu":
         return DeviceInfo("cpu", f"CPU ({usable_cores()} cores)", process_memory_bytes(), chosen)
     stats = chosen[0].memory_stats() or {}
-    return DeviceInfo("cuda", chosen[0].device_kind, int(stats.get("bytes_limit", 0)), chosen)
+    return DeviceInfo("cuda", chosen[0].device_kind, int(stats.get("bytes_limit", 0) / memory_share), chosen)
+
+
+def _limit_preallocation(share: float) -> None:
+    """Let JAX's allocator on a GPU have this share of its memory; the user's other options stay."""
+    given = jax.config.jax_pjrt_client_create_options  # type: ignore[attr-defined]
+    if isinstance(given, str):
+        given = dict(item.split(":", 1) for item in given.split(";") if item)
+    jax.config.update("jax_pjrt_client_create_options", {**(given or {}), "memory_fraction": float(share)})
 
 
 def _split_cpu(count: int) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxpaged.config import DEFAULT_MEMORY_SHARE
 from jaxpaged.models.config import ModelConfig
 
 GIB = 2**30
@@ -96,7 +97,7 @@ def plan_memory(
     """
     # What a flag names outright, or the CPU's fixed size, may use memory to the full.
     by_share = num_blocks is None and pool_bytes is None and not (on_cpu and share is None)
-    allowed = int(memory_bytes * (share or 0.9)) if by_share else memory_bytes
+    allowed = int(memory_bytes * (share or DEFAULT_MEMORY_SHARE)) if by_share else memory_bytes
     reserve = RESERVE_BYTES if by_share else 0
     if num_blocks is None:
         if by_share:
