@@ -12,6 +12,7 @@ from jaxpaged.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m-instruct"
 BLOCK_SIZES = (16, 32, 64, 128)
 DEFAULT_MEMORY_SHARE = 0.9
+MOST_LOGPROBS = 1000
 
 
 def _flag(default: Any, help: str, **more: Any) -> Any:
@@ -75,6 +76,9 @@ class EngineConfig:
     batch_invariant: bool = _flag(False, "bitwise equal results whatever else is in the batch", group="scheduling")
     max_waiting_requests: int = _flag(1024, "longest waiting queue; beyond it requests are refused",
                                       group="scheduling")
+    max_logprobs: int = _flag(20, "most alternatives per position that a request may ask for", group="server")
+    logprobs_mode: str = _flag("raw_logprobs", "log probabilities before or after penalties and temperature",
+                               choices=("raw_logprobs", "processed_logprobs"), group="server")
     tensor_parallel_size: int = _flag(1, "devices to shard each layer over", short="-tp", group="parallel")
     pipeline_parallel_size: int = _flag(1, "devices to spread the layers over", short="-pp", group="parallel")
     data_parallel_size: int = _flag(1, "copies of the model", short="-dp", group="parallel")
@@ -97,6 +101,8 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
+        if not isinstance(self.max_logprobs, int) or not 0 <= self.max_logprobs <= MOST_LOGPROBS:
+            raise ConfigError(f"max_logprobs must be from 0 to {MOST_LOGPROBS}, not {self.max_logprobs!r}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
         self._refuse_unsupported()

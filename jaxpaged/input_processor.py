@@ -49,16 +49,19 @@ class InputProcessor:
         max_model_len: most tokens of prompt and output together.
         vocab_size: number of ids that the model knows.
         kv_capacity: most tokens that the KV pool holds.
+        max_logprobs: most alternatives per position that a request may ask for.
         eos_token_ids: ids that end a text: those of the tokenizer, the model's and the generation config together.
         default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, kv_capacity: int,
-                 eos_token_ids: Iterable[int] = (), default_params: Mapping[str, Any] | None = None) -> None:
+                 max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
+                 default_params: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._kv_capacity = kv_capacity
+        self._max_logprobs = max_logprobs
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._max_chars = (max_model_len * tokenizer.max_token_chars
@@ -84,6 +87,7 @@ class InputProcessor:
         if params is None:
             params, lower_max_tokens = self._default, True
         params.check_supported()
+        self._check_logprobs(params)
         text, ids = self._prompt(prompt, add_special_tokens)
         max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
         eos = frozenset() if params.ignore_eos else self._eos
@@ -142,6 +146,11 @@ class InputProcessor:
         if max(encoded) >= self._vocab_size:
             raise RequestError("prompt has a token that the model does not know", param="prompt")
         return text, encoded
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise RequestError(f"{name} must be at most {self._max_logprobs} (--max-logprobs)", param=name)
 
     def _check_ids(self, ids: object) -> tuple[int, ...]:
         if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sequence):

@@ -47,6 +47,21 @@ class Shutdown:
     """Finish nothing more and end the loop."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position.
+
+    Attributes:
+        logprob: of the token that is there.
+        rank: 1 and the number of tokens that are more probable.
+        top: (id, logprob) of the most probable tokens in order, as many as were asked for.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class TokenDelta(NamedTuple):
     """The newest tokens of one sequence, and its end if it has come.
 
@@ -54,6 +69,7 @@ class TokenDelta(NamedTuple):
     costs a dataclass.
 
     `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
+    `logprobs` has one entry for each of `token_ids` if the request asks for them, else none.
     """
 
     request_id: str
@@ -64,6 +80,7 @@ class TokenDelta(NamedTuple):
     num_preemptions: int = 0
     scheduled_time: float | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

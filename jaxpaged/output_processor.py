@@ -3,12 +3,12 @@
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxpaged.detokenizer import IncrementalDetokenizer
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import TokenDelta
-from jaxpaged.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from jaxpaged.messages import TokenDelta, TokenLogprobs
+from jaxpaged.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.stop_strings import StopStrings
 from jaxpaged.tokenizer import Tokenizer
@@ -192,9 +192,15 @@ class _Choice:
         self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
                              if tokenizer else None)
         self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        self._tells_logprobs = params.logprobs is not None
+        self._decoded = tokenizer.token_text if tokenizer else None
+        self._cumulative_logprob = 0.0
+        self._text_length = 0
         # What no output has shown yet; for cumulative outputs, everything.
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._text_offsets: list[int] = []
         self.has_news = False
 
     def take(self, delta: TokenDelta) -> None:
@@ -209,6 +215,8 @@ class _Choice:
             ids = ids if used is None else ids[:used]
         self._token_ids += ids
         self.num_tokens += len(ids)
+        if self._tells_logprobs:
+            self._take_logprobs(ids, delta.logprobs)
         if self.finish_reason is None and end is not None:
             self.finish_reason, self._stop_reason = end, delta.stop_reason
 
@@ -216,20 +224,39 @@ class _Choice:
         """Add the text of tokens; return how many they were up to the end of a stop string, None without one."""
         detokenizer, stops = self._detokenizer, self._stops
         assert detokenizer is not None
-        if stops is None:
+        if stops is None and not self._tells_logprobs:
             self._texts.append(detokenizer.add(ids) + (detokenizer.finish() if last else ""))
             return None
         for number, token_id in enumerate(ids, 1):
+            if self._tells_logprobs:
+                self._text_offsets.append(self._text_length)
             if self._watch(stops, detokenizer.add((token_id,))):
                 return number
         if last:
             if self._watch(stops, detokenizer.finish()):
                 return len(ids)
-            self._texts.append(stops.release())
+            self._texts.append(stops.release() if stops else "")
         return None
 
-    def _watch(self, stops: StopStrings, text: str) -> bool:
+    def _take_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids
+            self._cumulative_logprob += found.logprob
+            entry = {token_id: self._logprob(token_id, found.logprob, found.rank)}
+            for rank, (other, logprob) in enumerate(found.top, 1):
+                entry.setdefault(other, self._logprob(other, logprob, rank))
+            self._logprobs.append(entry)
+        hidden = len(self._logprobs) - len(self._text_offsets)
+        self._text_offsets += [self._text_length] * hidden
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, self._decoded(token_id) if self._decoded else None)
+
+    def _watch(self, stops: StopStrings | None, text: str) -> bool:
         """Add text as far as it is decided; True if a stop string ends it."""
+        self._text_length += len(text)
+        if stops is None:
+            self._texts.append(text)
+            return False
         text, found = stops.add(text)
         if found is not None:
             self.finish_reason, self._stop_reason = "stop", found
@@ -248,9 +275,12 @@ class _Choice:
         text = "".join(self._texts)
         output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
                                   stop_reason=self._stop_reason)
+        if self._tells_logprobs:
+            output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=tuple(self._logprobs),
+                             text_offsets=tuple(self._text_offsets))
         self._texts = [text] if whole else []
         if not whole:
-            self._token_ids = []
+            self._token_ids, self._logprobs, self._text_offsets = [], [], []
         self.has_news = False
         return output
 

@@ -29,7 +29,13 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice of a request."""
+    """One choice of a request.
+
+    Attributes:
+        cumulative_logprob: sum over all its tokens so far, where log probabilities were asked for.
+        logprobs: for each of `token_ids` the chosen token, first, and the alternatives that were asked for.
+        text_offsets: where the log probabilities are given, the place in the choice's text where each token begins.
+    """
 
     index: int
     text: str
@@ -38,6 +44,7 @@ class CompletionOutput:
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    text_offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.logprobs import NUM_TOP
 from jaxpaged.execution.memory_plan import MemoryPlan, plan_memory, refusal, temporary_bound
 from jaxpaged.execution.programs import Params, ProgramSet, StepShape, step_sizes
 from jaxpaged.execution.sharding import (
@@ -176,7 +177,8 @@ def make_plan(
             share=config.gpu_memory_utilization, pool_bytes=config.kv_cache_memory_bytes, num_blocks=num_blocks,
         )
         shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),
-                          config.block_size, memory.num_blocks)
+                          config.block_size, memory.num_blocks, max(NUM_TOP, config.max_logprobs),
+                          config.logprobs_mode == "processed_logprobs")
         return EnginePlan(whole, partition, dtype, cache, shape, budget, max_model_len, memory)
 
     found = plan(config.num_gpu_blocks_override, temporaries(plan(TRIAL_BLOCKS, 0)))

@@ -130,6 +130,11 @@ class SamplingParams:
         """True where no random number decides: temperatures below 1e-5 included."""
         return self.temperature < 1e-5 or self.top_k == 1
 
+    @property
+    def full_sampling(self) -> bool:
+        """True where sampling takes more than the logits and a draw."""
+        return self.logprobs is not None
+
     def check_supported(self) -> None:
         """Refuse what the API knows and this version cannot do.
 
@@ -142,7 +147,7 @@ class SamplingParams:
 
 
 _NOT_SUPPORTED = frozenset(
-    {"best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logprobs",
+    {"best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
      "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"}
 )
 

@@ -102,6 +102,10 @@ class Tokenizer:
             found = self._bytes[token_id] = self._token_bytes(token_id)
         return found
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone; U+FFFD where it is a part of a character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
     def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                             add_generation_prompt: bool = True, continue_final_message: bool = False,
                             chat_template_kwargs: dict[str, Any] | None = None) -> tuple[str, list[int]]:

@@ -55,9 +55,6 @@ class ServerConfig:
     engine_timeout: float = _flag(60.0, "seconds without a sign of life from the engine until /health turns 503",
                                   metavar="SECONDS")
     max_request_bytes: int = _flag(8 * 2**20, "largest request body", metavar="BYTES")
-    max_logprobs: int = _flag(20, "most alternatives per position that a request may ask for", metavar="N")
-    logprobs_mode: str = _flag("raw_logprobs", "log probabilities before or after penalties and temperature",
-                               choices=("raw_logprobs", "processed_logprobs"))
     uvicorn_log_level: str = _flag("info", "log level of the HTTP server",
                                    choices=("critical", "error", "warning", "info", "debug", "trace"))
     disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
@@ -94,7 +91,7 @@ class ServerConfig:
                 raise ConfigError(f"{spelling(name)} is not supported yet; leave it out")
 
 
-_NOT_SUPPORTED = ("max_logprobs", "logprobs_mode", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
+_NOT_SUPPORTED = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
 
 
 @dataclass(frozen=True, slots=True)

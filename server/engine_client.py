@@ -111,7 +111,10 @@ def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
             choices.setdefault(choice.index, []).append(choice)
     return replace(parts[-1], outputs=tuple(
         replace(pieces[-1], text="".join(piece.text for piece in pieces),
-                token_ids=tuple(number for piece in pieces for number in piece.token_ids))
+                token_ids=tuple(number for piece in pieces for number in piece.token_ids),
+                logprobs=None if pieces[-1].logprobs is None else tuple(
+                    entry for piece in pieces for entry in piece.logprobs or ()),
+                text_offsets=tuple(place for piece in pieces for place in piece.text_offsets))
         for _, pieces in sorted(choices.items())))
 
 

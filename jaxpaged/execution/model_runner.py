@@ -9,22 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.programs import ADMIT_SIZES, Params, ProgramSet, StepShape
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_input import pad_step
-from jaxpaged.messages import EngineRequest
+from jaxpaged.messages import EngineRequest, TokenLogprobs
 from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.scheduler import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A dispatched step; `ids` [B] are being computed."""
+    """A dispatched step; `ids` [B], and `logprobs` where a row wants them, are being computed."""
 
     step: SchedulerOutput
     size: int
     ids: jax.Array | None
+    logprobs: jax.Array | None = None
 
     def is_ready(self) -> bool:
         return self.ids is None or self.ids.is_ready()  # type: ignore[attr-defined]
@@ -32,6 +34,14 @@ class StepInFlight:
     def sampled(self) -> list[int]:
         """Ids in the order of the sampling pieces; waits for the device."""
         return [] if self.ids is None else np.asarray(self.ids)[: self.step.num_sampled].tolist()
+
+    def sampled_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Log probabilities in the order of the sampling pieces, None for those that want none."""
+        if self.logprobs is None:
+            return None
+        rows = np.asarray(self.logprobs)
+        wanted = [piece.request.message.params.logprobs for piece in self.step.pieces if piece.samples]
+        return [None if count is None else unpack_row(row, count) for count, row in zip(wanted, rows, strict=False)]
 
 
 def placed(params: Mapping[Any, Any], shapes: Params, placement: Placement) -> Params:
@@ -101,12 +111,16 @@ class ModelRunner:
         logits, self._pools, self._block_table, slot, position = self._programs.get(("forward", size))(
             self._params, self._pools, self._block_table, self._last_id, buffer
         )
-        ids = None
-        if step.num_sampled:
+        ids, logprobs = None, None
+        if any(piece.samples and piece.request.full_sampling for piece in step.pieces):
+            ids, self._last_id, logprobs = self._programs.get(("sample_full", shape.samples_of(size)))(
+                self._sampling, self._last_id, logits, slot, position
+            )
+        elif step.num_sampled:
             ids, self._last_id = self._programs.get(("sample", shape.samples_of(size)))(
                 self._sampling, self._last_id, logits, slot, position
             )
-        return StepInFlight(step, size, ids)
+        return StepInFlight(step, size, ids, logprobs)
 
     def replace_params(self, params: Mapping[Any, Any]) -> None:
         """Use other weights from the next step on.

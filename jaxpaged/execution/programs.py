@@ -1,6 +1,7 @@
 """The closed set of compiled programs: nothing else runs on the device after start-up.
 
-`forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `admit[n]` writes n slots. They are
+`forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `sample_full[B]` does so in steps where
+a row wants more than a draw, `admit[n]` writes n slots. They are
 ahead-of-time executables, which refuse a new shape instead of compiling for it.
 """
 
@@ -18,7 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxpaged.execution.full_sampler import sample_full
 from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.logprobs import NUM_TOP
 from jaxpaged.execution.sampler import SamplingState, sample, state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
 from jaxpaged.execution.step_input import unpack_step
@@ -65,6 +68,8 @@ class StepShape:
         sizes: see `step_sizes`.
         max_num_seqs: slots; the device keeps one more, the null slot of padding rows.
         table_width: columns of the block table.
+        num_top: alternatives that log probabilities can have.
+        processed_logprobs: see `sample_full`.
     """
 
     sizes: tuple[int, ...]
@@ -72,6 +77,8 @@ class StepShape:
     table_width: int
     block_size: int
     num_blocks: int
+    num_top: int = NUM_TOP
+    processed_logprobs: bool = False
 
     def samples_of(self, size: int) -> int:
         """Sampled rows of a step of `size` tokens."""
@@ -131,7 +138,7 @@ class ProgramSet:
         samples = sorted({self._shape.samples_of(size) for size in sizes})
         return (
             *(("forward", size) for size in reversed(sizes)),
-            *(("sample", count) for count in reversed(samples)),
+            *((kind, count) for kind in ("sample_full", "sample") for count in reversed(samples)),
             *(("admit", count) for count in ADMIT_SIZES),
         )
 
@@ -153,7 +160,7 @@ class ProgramSet:
         """Memory that the largest step takes for itself: its forward pass, or its sampling."""
         size = self._shape.sizes[-1]
         return max(self.temporary_bytes(("forward", size)),
-                   self.temporary_bytes(("sample", self._shape.samples_of(size))))
+                   self.temporary_bytes(("sample_full", self._shape.samples_of(size))))
 
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
@@ -188,6 +195,14 @@ class ProgramSet:
             spread = self.placement.spread(
                 partial(_sample, self.placement.vocabulary),
                 (REPLICATED, REPLICATED, LOGITS, REPLICATED, REPLICATED), REPLICATED)
+            return jax.jit(spread, donate_argnums=1).lower(state, ids, logits, rows, rows)
+        if kind == "sample_full":
+            logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
+            rows = self._spec((count,), jnp.int32)
+            draw = partial(_sample_full, num_top=min(self._shape.num_top, self._vocab_size),
+                           processed_logprobs=self._shape.processed_logprobs)
+            # Each device gets all of the logits here: what takes them apart further is rare and small.
+            spread = self.placement.spread(draw, REPLICATED, REPLICATED)
             return jax.jit(spread, donate_argnums=1).lower(state, ids, logits, rows, rows)
         rows = self._placed(jax.eval_shape(lambda: state_of((), count)))
         return jax.jit(_admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
@@ -237,6 +252,16 @@ def _sample(
     rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
     ids = sample(logits, rows, position, vocabulary)
     return ids, last_id.at[slot].set(jnp.maximum(ids, 0))
+
+
+def _sample_full(
+    state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array, position: jax.Array, *,
+    num_top: int, processed_logprobs: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Ids [B], the slots' last ids with them written, and log probabilities [B, 2 + 2 * num_top]."""
+    rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
+    ids, logprobs = sample_full(logits, rows, position, num_top=num_top, processed_logprobs=processed_logprobs)
+    return ids, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
 
 
 def _admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> SamplingState:

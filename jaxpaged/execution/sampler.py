@@ -29,7 +29,7 @@ _SHARED_BITS = 4
 
 
 @partial(jax.tree_util.register_dataclass,
-         data_fields=["temperature", "top_k", "top_p", "min_p", "seed", "choice"], meta_fields=[])
+         data_fields=["temperature", "top_k", "top_p", "min_p", "seed", "choice", "logprobs"], meta_fields=[])
 @dataclass(frozen=True)
 class SamplingState:
     """Sampling parameters on the device, one row per slot (or per sampled row, once gathered).
@@ -39,6 +39,7 @@ class SamplingState:
         top_k: [rows] int32; 0 keeps all.
         seed: [rows, 2] uint32, high and low half.
         choice: [rows] int32, index of the choice within its request.
+        logprobs: [rows] bool, whether log probabilities are wanted.
     """
 
     temperature: Rows
@@ -47,6 +48,7 @@ class SamplingState:
     min_p: Rows
     seed: Rows
     choice: Rows
+    logprobs: Rows
 
 
 def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
@@ -66,6 +68,7 @@ def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
         seed=np.stack([column([seed >> 32 & _LOW_HALF for seed in seeds], 0, np.uint32),
                        column([seed & _LOW_HALF for seed in seeds], 0, np.uint32)], axis=1),
         choice=column([request.choice for request in requests], 0, np.int32),
+        logprobs=column([item.logprobs is not None for item in params], False, np.bool_),
     )
 
 

@@ -31,6 +31,7 @@ class Request:
         num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
         block_table: blocks in order of position; only ever appended to while RUNNING.
         slot: index of its device-side state while RUNNING, else -1.
+        full_sampling: whether its rows need the full variant of the sampler.
     """
 
     message: EngineRequest
@@ -45,11 +46,13 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     slot: int = -1
     scheduled_time: float | None = None
+    full_sampling: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_length = self.num_prompt_tokens + self.message.max_tokens
+        self.full_sampling = self.message.params.full_sampling
 
     @property
     def request_id(self) -> str:

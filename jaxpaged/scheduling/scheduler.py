@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxpaged.messages import EngineRequest, TokenDelta
+from jaxpaged.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.outputs import FinishReason
 from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
@@ -150,11 +150,17 @@ class Scheduler:
         pieces = tuple(self._commit(request, count) for request, count in self._fit_step_size(planned))
         return SchedulerOutput(pieces, sum(piece.num_tokens for piece in pieces))
 
-    def update(self, step: SchedulerOutput, sampled: Sequence[int]) -> list[TokenDelta]:
-        """Take in the ids that a step sampled, in the order of its sampling pieces; finish what has ended."""
+    def update(
+        self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
+    ) -> list[TokenDelta]:
+        """Take in what a step sampled, in the order of its sampling pieces; finish what has ended.
+
+        Args:
+            logprobs: of the sampled ids, None for those whose requests want none.
+        """
         deltas = []
         rows = [piece for piece in step.pieces if piece.samples]
-        for piece, token in zip(rows, sampled, strict=True):
+        for piece, token, logprob in zip(rows, sampled, logprobs or [None] * len(rows), strict=True):
             request = piece.request
             if request.finished:
                 continue  # it ended while this step was already running: the row is ignored
@@ -164,7 +170,8 @@ class Scheduler:
                 deltas.append(self._finish(request, RequestStatus.FINISHED_ERROR, error=error))
                 continue
             request.token_ids.append(token)
-            deltas.append(self._after_token(request, token))
+            delta = self._after_token(request, token)
+            deltas.append(delta if logprob is None else delta._replace(logprobs=(logprob,)))
         return deltas
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:

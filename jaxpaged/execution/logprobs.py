@@ -1,0 +1,57 @@
+"""Log probabilities of sampled tokens and their alternatives, without sorting the vocabulary.
+
+On the device they are packed into one int32 array, so that reading them is one transfer.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpaged.messages import TokenLogprobs
+
+NUM_TOP = 32  # alternatives found at least: a beam search of width 16 wants twice as many
+
+
+def packed_logprobs(logits: jax.Array, ids: jax.Array, num_top: int) -> jax.Array:
+    """Log probabilities of one token per row and of the row's best tokens.
+
+    Args:
+        logits: [B, V] float32; minus infinity is a probability of zero.
+        ids: [B] int32, the tokens that are there.
+        num_top: number of alternatives, at most V.
+
+    Returns:
+        [B, 2 + 2 * num_top] int32: logprob, rank, ids of the best, their logprobs; floats as their bits.
+    """
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    total = highest + jnp.log(jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True))  # [B, 1]
+    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0)[:, None], axis=1)
+    rank = 1 + jnp.sum(logits > chosen, axis=-1, keepdims=True, dtype=jnp.int32)
+    values, top = best_tokens(logits, num_top)
+    return jnp.concatenate([_bits(chosen - total), rank, top, _bits(values - total)], axis=1)
+
+
+def best_tokens(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest logits of each row in order, and their ids: [B, count] float32 and int32."""
+    values, ids = lax.top_k(logits, count)
+    return values, ids.astype(jnp.int32)
+
+
+def packed_width(num_top: int) -> int:
+    """Columns of what `packed_logprobs` returns."""
+    return 2 + 2 * num_top
+
+
+def unpack_row(row: np.ndarray, count: int) -> TokenLogprobs:
+    """One row of `packed_logprobs` on the host, with its first `count` alternatives."""
+    num_top = len(row) // 2 - 1
+    floats: Any = row.view(np.float32)
+    ids, values = row[2 : 2 + count].tolist(), floats[2 + num_top : 2 + num_top + count].tolist()
+    return TokenLogprobs(float(floats[0]), int(row[1]), tuple(zip(ids, values, strict=True)))
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(values, jnp.int32)
