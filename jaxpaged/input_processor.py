@@ -67,6 +67,11 @@ class InputProcessor:
         self._max_chars = (max_model_len * tokenizer.max_token_chars
                            if tokenizer is not None and tokenizer.max_token_chars is not None else None)
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a text."""
+        return self._eos
+
     def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
                 add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
                 priority: int = 0) -> ProcessedRequest:

@@ -22,6 +22,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.args import ServerConfig
 from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.gate import Gate, route_path
+from jaxpaged.server.logprob_shapes import LogprobShape
 from jaxpaged.server.protocol import (
     AnswerShape,
     BodyReader,
@@ -34,6 +35,7 @@ from jaxpaged.server.protocol import (
     usage,
 )
 from jaxpaged.server.responses import EventStream, on_disconnect, read_body
+from jaxpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +55,15 @@ class Api:
         names: the served model's names; the first is the main one.
         max_model_len: tokens of the context.
         defaults: the model's own sampling parameters.
+        tokenizer: spells the tokens of log probabilities.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *,
-                 names: Sequence[str], max_model_len: int, defaults: Mapping[str, Any]) -> None:
+                 names: Sequence[str], max_model_len: int, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> None:
         self.config = config
         self._client, self._inputs, self._metrics = client, inputs, metrics
         self._names, self._max_model_len, self._defaults = tuple(names), max_model_len, defaults
+        self._tokenizer = tokenizer
         self._created = int(time.time())
         self._bodies = BodyReader()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
@@ -149,7 +153,7 @@ class Api:
                 shape = AnswerShape(
                     chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
                     model=body.model or self._names[0], num_choices=len(requests) * params.n,
-                    token_ids=bool(body.return_token_ids))
+                    token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params))
                 call = _Call(stream, requests, params.n, shape)
                 if not body.stream:
                     return await call.whole()
@@ -157,6 +161,14 @@ class Api:
             self._client.close(stream)
             raise
         return EventStream(call.events(body.include_usage), lambda: self._client.close(stream))
+
+    def _logprob_shape(self, chat: bool, params: SamplingParams) -> LogprobShape | None:
+        if params.logprobs is None:
+            return None
+        return LogprobShape(self._tokenizer, chat=chat, count=params.logprobs,
+                            skip_special_tokens=params.skip_special_tokens,
+                            keep_stop=params.include_stop_str_in_output,
+                            eos_token_ids=self._inputs.eos_token_ids)
 
     def _check_serving(self) -> None:
         reason = self._refusal or self._client.fault()
@@ -218,7 +230,7 @@ class _Call:
             if index not in opened:
                 opened.add(index)
                 events.append(shape.first_chunk(index, output.prompt_token_ids))
-            events.append(shape.text_chunk(index, choice.text, choice.token_ids))
+            events.append(shape.text_chunk(index, choice))
             if choice.finish_reason is not None:
                 events.append(shape.last_chunk(index, choice.finish_reason, choice.stop_reason))
 

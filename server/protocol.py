@@ -8,17 +8,19 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from jaxpaged.errors import ContextLengthError, NotSupportedError, OverloadedError, RequestError
-from jaxpaged.outputs import RequestOutput
+from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.server.logprob_shapes import LogprobShape
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_UNKNOWN_FIELDS_LOGGED = 100
+MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow fewer
 
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
+    "suffix": ("",), "echo": (False,), "prompt_logprobs": (),
     "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "use_beam_search": (False,),
     "length_penalty": (1, 1.0), "early_stopping": (False,), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
@@ -109,10 +111,17 @@ class _Request(BaseModel):
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if given.get("best_of") == given.get("n", 1):
             given.pop("best_of", None)
+        if (logprobs := self.num_logprobs) is not None:
+            given["logprobs"] = logprobs
         params = SamplingParams(**{**defaults, "max_tokens": default_max_tokens, **given,
                                    "output_kind": RequestOutputKind.DELTA})
         params.check_supported()
         return params
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per position; None for no log probabilities."""
+        return None
 
     @property
     def include_usage(self) -> bool:
@@ -131,12 +140,19 @@ class CompletionRequest(_Request):
                             {"type": "string"}, {"type": "array", "items": {"type": "string"}},
                             {"type": "array", "items": {"type": "integer"}},
                             {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}]})
+    logprobs: int | None = Field(None, description="log probabilities with this many alternatives per token")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatCompletionRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] | None = None
+    logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
+    top_logprobs: int | None = Field(None, description="alternatives per token; needs logprobs")
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; wins over it")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -154,6 +170,14 @@ class ChatCompletionRequest(_Request):
                 raise RequestError("max_completion_tokens must be an integer of at least 1",
                                    param="max_completion_tokens")
             self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class BodyTooLargeError(RequestError):
@@ -253,12 +277,14 @@ class AnswerShape:
         created: seconds since 1970.
         num_choices: over all prompts.
         token_ids: whether choices carry their token ids.
+        logprobs: how to write log probabilities, where they were asked for.
     """
 
     def __init__(self, *, chat: bool, answer_id: str, created: int, model: str, num_choices: int,
-                 token_ids: bool) -> None:
+                 token_ids: bool, logprobs: LogprobShape | None = None) -> None:
         self._chat = chat
         self._token_ids = token_ids
+        self._logprobs = logprobs
         kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion", "text_completion")
         self._whole, self._chunk = ({"id": answer_id, "object": name, "created": created, "model": model}
                                     for name in kind)
@@ -279,15 +305,19 @@ class AnswerShape:
             return ""
         return f'{before}""{self._after}{ids}{self._end}'
 
-    def text_chunk(self, index: int, text: str, token_ids: tuple[int, ...]) -> str:
+    def text_chunk(self, index: int, choice: CompletionOutput) -> str:
         """New text of one choice; empty where there is nothing to tell."""
-        if self._token_ids and token_ids:
-            ids = f',"token_ids":{json.dumps(token_ids)}'
-        elif text:
+        logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
+        if self._token_ids and choice.token_ids:
+            ids = f',"token_ids":{json.dumps(choice.token_ids)}'
+        elif choice.text or logprobs is not None:
             ids = ""
         else:
             return ""
-        return f"{self._before[index]}{_quote(text)}{self._after}{ids}{self._end}"
+        after = self._after
+        if logprobs is not None:
+            after = after.replace('"logprobs":null', f'"logprobs":{to_json(logprobs).decode()}')
+        return f"{self._before[index]}{_quote(choice.text)}{after}{ids}{self._end}"
 
     def last_chunk(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> str:
         """The end of one choice; all its text has gone before."""
@@ -309,7 +339,8 @@ class AnswerShape:
                     item["message"] = {"role": "assistant", "content": choice.text}
                 else:
                     item["text"] = choice.text
-                item |= {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
+                item |= {"logprobs": logprobs, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
                 if self._token_ids:
                     item |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
                 choices.append(item)

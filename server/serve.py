@@ -117,7 +117,7 @@ class _Server:
                                 prefix_caching=config.enable_prefix_caching)
         self._client.serve(info, tokenizer, self._metrics)
         self._api = Api(self._config, self._client, inputs, self._metrics, names=names, defaults=defaults,
-                        max_model_len=info.max_model_len)
+                        max_model_len=info.max_model_len, tokenizer=tokenizer)
 
     async def _serve(self) -> None:
         from jaxpaged.server.app import make_app

@@ -245,7 +245,7 @@ def test_what_is_no_json_object(http: httpx.Client, path: str, body: bytes) -> N
     ({"prompt": [1.5]}, "prompt"), ({"prompt": "a", "temperature": -1}, "temperature"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "n": 129}, "n"),
     ({"prompt": ["a"] * 2000}, "n"), ({"prompt": "a", "stop": [""]}, "stop"),
-    ({"prompt": "a", "stream": True, "top_k": 1.5}, "top_k"), ({"prompt": "a", "logprobs": 3}, "logprobs"),
+    ({"prompt": "a", "stream": True, "top_k": 1.5}, "top_k"), ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "stream_options": {}}, "stream_options"), ({"prompt": "a", "suffix": "b"}, "suffix"),
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty"), ({"prompt": "a", "top_p": "1"}, "top_p"),
 ])

@@ -75,7 +75,7 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("suffix", "x"), ("echo", True), ("logprobs", 0), ("logprobs", 5), ("logprobs", True), ("top_logprobs", 2),
+    ("suffix", "x"), ("echo", True),
     ("prompt_logprobs", 0), ("logit_bias", {"1": 2}), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
     ("use_beam_search", True), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_regex", "a"),
     ("guided_choice", ["a"]), ("response_format", {"type": "json_object"}), ("tools", [{}]),
@@ -92,7 +92,7 @@ def test_what_is_known_but_not_supported_is_named(kind: Any, field: str, value: 
 
 
 @pytest.mark.parametrize("fields", [
-    {"suffix": ""}, {"echo": False}, {"logprobs": False}, {"top_logprobs": 0}, {"logit_bias": {}}, {"bad_words": []},
+    {"suffix": ""}, {"echo": False}, {"logit_bias": {}}, {"bad_words": []},
     {"use_beam_search": False}, {"response_format": {"type": "text"}}, {"tools": [], "tool_choice": "none"},
     {"best_of": 1}, {"n": 3, "best_of": 3}, {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
     {"min_tokens": 0}, {"priority": 0}, {"length_penalty": 1.0}, {"user": "me", "metadata": {"a": "b"}},
@@ -173,7 +173,8 @@ def events(text: str) -> list[dict[str, Any]]:
 
 @given(st.text())
 def test_any_text_survives_a_chunk(text: str) -> None:
-    chat, plain = shape(True).text_chunk(1, text, ()), shape(False).text_chunk(1, text, ())
+    news = CompletionOutput(0, text, ())
+    chat, plain = shape(True).text_chunk(1, news), shape(False).text_chunk(1, news)
     if not text:
         assert chat == plain == ""
         return
@@ -203,7 +204,7 @@ def test_first_last_and_usage_chunks() -> None:
 def test_token_ids_on_request(chat: bool) -> None:
     wanted = shape(chat, token_ids=True)
     assert events(wanted.first_chunk(1, (1, 2)))[0]["choices"][0]["prompt_token_ids"] == [1, 2]
-    assert events(wanted.text_chunk(1, "", (5, 6)))[0]["choices"][0]["token_ids"] == [5, 6]
+    assert events(wanted.text_chunk(1, CompletionOutput(0, "", (5, 6))))[0]["choices"][0]["token_ids"] == [5, 6]
     output = RequestOutput("a", None, (1, 2), (CompletionOutput(0, "x", (3,), finish_reason="stop"),), True)
     choice = json.loads(wanted.whole([output], usage(2, 1, 0)))["choices"][0]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2], [3])
