@@ -18,9 +18,10 @@ from jaxpaged.execution.devices import DeviceInfo, select_device
 from jaxpaged.execution.model_runner import ModelRunner, placed
 from jaxpaged.execution.programs import Params, ProgramSet, StepShape
 from jaxpaged.execution.sharding import Partition
-from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
+from jaxpaged.loading.orbax import OrbaxCheckpoint
 from jaxpaged.loading.weights import KeyPath, load_params
 from jaxpaged.messages import EngineInfo
 from jaxpaged.models.config import ModelConfig
@@ -124,7 +125,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
 
 
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> _Model:
-    checkpoint = open_checkpoint(resolve_model(config.model, config.revision, config.download_dir))
+    checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir))
     hf = checkpoint.config | (config.hf_overrides or {})
     family = find_family(hf)
     model_config = family.config_from_hf(hf)
@@ -154,10 +155,13 @@ def _from_memory(model: InMemoryModel) -> _Model:
 
 
 def _load(
-    checkpoint: Checkpoint, family: ModelFamily, dtype: jnp.dtype, definition: ModelDefinition, programs: ProgramSet,
-    progress: bool,
+    checkpoint: Checkpoint | OrbaxCheckpoint, family: ModelFamily, dtype: jnp.dtype, definition: ModelDefinition,
+    programs: ProgramSet, progress: bool,
 ) -> Params:
     config, placement = definition.config, programs.placement
+    on_one_cpu = placement.mesh is None and placement.devices[0].platform == "cpu"
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        return checkpoint.load(definition.stored, programs.params, keep_in_place=on_one_cpu, progress=progress)
 
     def place(path: KeyPath, array: np.ndarray) -> jax.Array:
         shape = reduce(lambda tree, key: tree[key], path, programs.params)
@@ -166,7 +170,7 @@ def _load(
     return load_params(
         definition.stored, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
         tied=config.tie_embeddings, dtype=dtype, place=place,
-        keep_in_place=placement.mesh is None and placement.devices[0].platform == "cpu", progress=progress,
+        keep_in_place=on_one_cpu, progress=progress,
     )
 
 

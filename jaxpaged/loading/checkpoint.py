@@ -10,6 +10,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.loading.hf_checkpoint import HfCheckpoint
 from jaxpaged.loading.json_files import read_json
+from jaxpaged.loading.orbax import OrbaxCheckpoint, is_orbax
 
 _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
 
@@ -29,6 +30,11 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """A tensor's values, written into `out` (same shape, any float dtype and strides) if given."""
+
+
+def open_model(path: Path) -> Checkpoint | OrbaxCheckpoint:
+    """Open a .gguf file or a directory, in Hugging Face layout or saved by Orbax; see `open_checkpoint`."""
+    return OrbaxCheckpoint(path) if path.is_dir() and is_orbax(path) else open_checkpoint(path)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -1,0 +1,167 @@
+"""A model as Orbax saves it: our parameter tree, beside the config and the tokenizer's files.
+
+`python -m jaxpaged.convert` writes such a directory. Nothing has to be renamed, transposed or dequantised when it is
+read, and each device reads only its own piece of every array. Orbax is imported where it is needed: it takes half a
+second.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.loading.host_memory import HostArena
+from jaxpaged.loading.json_files import read_generation_config, read_json
+
+FOLDER = "params"  # inside the model's directory
+_CHUNK_BYTES = 4 * 2**20  # what is read for a piece of an array is whole chunks
+_MAX_PROBLEMS = 20
+
+
+class OrbaxCheckpoint:
+    """A directory that `save` has written.
+
+    Attributes:
+        path: the directory.
+        config: config.json.
+        generation_config: generation_config.json, empty without one.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / "config.json")
+        self.generation_config = read_generation_config(path)
+
+    def load(
+        self, stored: Mapping[Any, Any], wanted: Mapping[Any, Any], *, keep_in_place: bool = False,
+        progress: bool = False,
+    ) -> dict[Any, Any]:
+        """Read all parameters; the host holds no more than the largest of them besides.
+
+        Args:
+            stored: shapes that the arrays should have, in the tree of the parameters.
+            wanted: shape, dtype and sharding to restore each to; zeros fill up what is larger than stored.
+            keep_in_place: the one device is a CPU: put all in one piece of memory, in huge pages.
+            progress: show a bar.
+
+        Raises:
+            CheckpointError: the arrays are not those of the model; the text lists every one that differs.
+        """
+        leaves = dict(_leaves(wanted))
+        self._check(dict(_leaves(stored)))
+        sizes = {path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for path, leaf in leaves.items()}
+        arena = HostArena(sum(sizes.values()), len(sizes)) if keep_in_place else None
+        params: dict[Any, Any] = {}
+        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="Loading weights",
+                  disable=not progress) as bar:
+            for batch in _batches(sizes):
+                found = self._restore({path: leaves[path] for path in batch}, on_host=arena is not None)
+                for path in batch:
+                    array = found.pop(path)
+                    if arena is not None:
+                        memory = arena.take(sizes[path]).view(array.dtype).reshape(array.shape)
+                        memory[...] = array
+                        array = jax.device_put(memory, leaves[path].sharding)
+                    _insert(params, path, jax.block_until_ready(array))
+                    bar.update(sizes[path])
+        return params
+
+    def _check(self, expected: dict[tuple[Any, ...], Any]) -> None:
+        import orbax.checkpoint as ocp
+
+        try:
+            with ocp.PyTreeCheckpointer() as reader:
+                tree = reader.metadata(self.path / FOLDER).item_metadata.tree
+        except Exception as error:  # Orbax, TensorStore and the system share no base
+            raise CheckpointError(f"cannot read {self.path / FOLDER}: {_first_line(error)}") from error
+        shapes = {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in _leaves(tree)}
+        wanted = {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in expected.items()}
+        problems = [f"parameter {name} is missing" for name in sorted(wanted.keys() - shapes.keys())]
+        problems += [f"array {name} is not used by the model" for name in sorted(shapes.keys() - wanted.keys())]
+        problems += [f"array {name} has shape {list(shapes[name])}, the model's has {list(wanted[name])}"
+                     for name in sorted(shapes.keys() & wanted.keys()) if shapes[name] != wanted[name]]
+        if problems:
+            more = len(problems) - _MAX_PROBLEMS
+            listed = problems[:_MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+            raise CheckpointError(f"{self.path} does not match the model its config describes:\n  "
+                                  + "\n  ".join(listed))
+
+    def _restore(self, leaves: dict[tuple[Any, ...], Any], *, on_host: bool) -> dict[tuple[Any, ...], Any]:
+        import orbax.checkpoint as ocp
+
+        item: dict[Any, Any] = {}
+        how: dict[Any, Any] = {}
+        for path, leaf in leaves.items():
+            name = tuple(map(str, path))
+            _insert(item, name, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+            _insert(how, name, ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype) if on_host else
+                    ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=leaf.sharding, global_shape=leaf.shape,
+                                         strict=False))
+        try:
+            with ocp.PyTreeCheckpointer() as reader:
+                found = reader.restore(self.path / FOLDER, args=ocp.args.PyTreeRestore(
+                    item=item, restore_args=how, partial_restore=True))
+        except Exception as error:
+            raise CheckpointError(f"cannot read {self.path / FOLDER}: {_first_line(error)}; it may be damaged: convert "
+                                  "the model again") from error
+        arrays = dict(_leaves(found))
+        return {path: arrays[tuple(map(str, path))] for path in leaves}
+
+
+def is_orbax(path: Path) -> bool:
+    """Whether a directory is one that `save` has written."""
+    return (path / FOLDER / "_METADATA").exists()
+
+
+def save(folder: Path, params: Mapping[Any, Any]) -> None:
+    """Write parameters into `folder`, which must not hold any yet; the caller adds config and tokenizer."""
+    import orbax.checkpoint as ocp
+
+    args = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    # What is copied at a time; left alone, Orbax copies everything first.
+    handler = ocp.PyTreeCheckpointHandler(handler_impl=ocp.BasePyTreeCheckpointHandler(
+        save_concurrent_bytes=largest + 1, use_compression=False))
+    with ocp.Checkpointer(handler) as writer:
+        writer.save((folder / FOLDER).absolute(), args=ocp.args.PyTreeSave(dict(params), save_args=args))
+
+
+def _batches(sizes: dict[tuple[Any, ...], int]) -> Iterator[list[tuple[Any, ...]]]:
+    """All paths, in groups that are together no larger than the largest of them."""
+    limit = max(sizes.values(), default=0)
+    batch: list[tuple[Any, ...]] = []
+    held = 0
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        if held + sizes[path] > limit and batch:
+            yield batch
+            batch, held = [], 0
+        batch.append(path)
+        held += sizes[path]
+    if batch:
+        yield batch
+
+
+def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _insert(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
