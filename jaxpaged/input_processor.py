@@ -105,9 +105,13 @@ class InputProcessor:
             for choice, sequence_id in enumerate(sequence_ids(request_id, params.n)))
         return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
 
-    def render_chat(self, messages: object, *, add_generation_prompt: bool = True, continue_final_message: bool = False,
+    def render_chat(self, messages: object, *, tools: list[dict[str, Any]] | None = None,
+                    add_generation_prompt: bool = True, continue_final_message: bool = False,
                     chat_template_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Turn a conversation into a prompt for `process`.
+
+        Args:
+            tools: that the model may call, in OpenAI's form.
 
         Returns:
             {"prompt": text, "prompt_token_ids": ids}.
@@ -120,8 +124,9 @@ class InputProcessor:
         tokenizer = self._needed_tokenizer("messages")
         self._check_chars(sum(len(message["content"]) for message in normal), "messages")
         text, ids = tokenizer.apply_chat_template(
-            normal, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs)
+            normal, tools=tools or None, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
+            check=lambda text: self._check_chars(len(text), "messages"))
         self._check_room(len(ids), "messages")
         return {"prompt": text, "prompt_token_ids": ids}
 
@@ -241,7 +246,7 @@ def normalise_messages(messages: object) -> list[dict[str, Any]]:
 
     Content becomes one string: text parts are joined by a newline, an assistant's missing content is empty. Role
     `developer`, the newer name of `system`, becomes `system`. The arguments of tool calls become objects. `name`,
-    `tool_call_id` and `reasoning_content` are kept, any other field is left out.
+    `tool_call_id` and `reasoning_content` (also spelled `reasoning`) are kept, any other field is left out.
 
     Raises:
         RequestError: anything else than text in one of the known roles; the text says which message.
@@ -263,7 +268,7 @@ def _normalise_message(where: str, message: object) -> dict[str, Any]:
     normal: dict[str, Any] = {"role": "system" if role == "developer" else role,
                               "content": _join_content(f"{where}.content", content)}
     for key in ("name", "tool_call_id", "reasoning_content"):
-        value = message.get(key)
+        value = message.get(key, message.get("reasoning") if key == "reasoning_content" else None)
         if value is not None:
             if not isinstance(value, str):
                 raise _bad(f"{where}.{key} must be a string")

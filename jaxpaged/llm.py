@@ -1,6 +1,7 @@
 """Offline use: `LLM` and `generate`, with the engine in the caller's process."""
 
 import dataclasses
+import difflib
 import itertools
 import sys
 import time
@@ -93,15 +94,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, through the model's chat template."""
-        one = bool(messages) and isinstance(messages[0], Mapping)
+        """Answer one conversation (a list of messages) or several, through the model's chat template.
+
+        Args:
+            tools: that the template tells the model of, in OpenAI's form; calls are part of the text.
+        """
+        one = not messages or isinstance(messages[0], Mapping)
         prompts = [
             self._front.inputs.render_chat(
-                conversation, add_generation_prompt=add_generation_prompt,
+                conversation, tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs else None)
             for conversation in ([messages] if one else messages)
@@ -249,7 +256,9 @@ def _params_from(sampling: Mapping[str, Any]) -> SamplingParams:
         unknown = next((name for name in sampling if name not in known), None)
         if unknown is None:
             raise
-        raise RequestError(f"unknown sampling parameter {unknown}", param=unknown) from error
+        near = difflib.get_close_matches(unknown, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RequestError(f"unknown sampling parameter {unknown}{hint}", param=unknown) from error
 
 
 def _batch(prompts: Any) -> list[Prompt]:

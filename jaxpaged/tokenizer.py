@@ -5,7 +5,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +108,8 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                             add_generation_prompt: bool = True, continue_final_message: bool = False,
-                            chat_template_kwargs: dict[str, Any] | None = None) -> tuple[str, list[int]]:
+                            chat_template_kwargs: dict[str, Any] | None = None,
+                            check: Callable[[str], None] | None = None) -> tuple[str, list[int]]:
         """Apply the chat template and encode its text.
 
         The template alone writes special tokens, the beginning token included: the text of one inside a message (or a
@@ -120,6 +121,7 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it.
             chat_template_kwargs: further variables of the template.
+            check: may refuse the rendered text before it is tokenised.
 
         Returns:
             The text of the prompt and its ids.
@@ -142,6 +144,8 @@ class Tokenizer:
             raise RequestError("the messages are nested too deeply", param="messages") from None
         render = self.render_chat_template or self.own_chat_template().render
         text = render(job)
+        if check is not None:
+            check(text)
         if not guard.used:
             return text, self._encode(self.backend, text, False, "messages")
         return guard.restore(text), self._encode_guarded(text, guard)

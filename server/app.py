@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,12 +17,15 @@ from jaxpaged import __version__
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.input_processor import InputProcessor, ProcessedRequest
 from jaxpaged.metrics import Metrics
-from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.args import ServerConfig
+from jaxpaged.server.calls import Call, MakeReader
+from jaxpaged.server.chat_answer import ChoiceReader
+from jaxpaged.server.chat_tools import choose_tools
 from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.gate import Gate, route_path
 from jaxpaged.server.logprob_shapes import LogprobShape
+from jaxpaged.server.parsers.registry import reasoning_grammar
 from jaxpaged.server.protocol import (
     AnswerShape,
     BodyReader,
@@ -32,15 +35,15 @@ from jaxpaged.server.protocol import (
     error_json,
     error_status,
     to_json,
-    usage,
 )
-from jaxpaged.server.responses import EventStream, on_disconnect, read_body
+from jaxpaged.server.responses import EventStream, json_response, on_disconnect, read_body, server_error
 from jaxpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_AFTER_SECONDS = "1"
+TOKENISE_THREADS = 2
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 
 
@@ -66,7 +69,7 @@ class Api:
         self._tokenizer = tokenizer
         self._created = int(time.time())
         self._bodies = BodyReader()
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+        self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
         self._refusal: str | None = None
 
     def refuse(self, reason: str) -> None:
@@ -84,7 +87,7 @@ class Api:
 
     async def version(self, request: Request) -> Response:
         """The version of jaxpaged."""
-        return _json(to_json({"version": __version__}))
+        return json_response(to_json({"version": __version__}))
 
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
@@ -94,14 +97,14 @@ class Api:
     async def models(self, request: Request) -> Response:
         """The names of the model."""
         self._check_serving()
-        return _json(to_json({"object": "list", "data": [self._card(name) for name in self._names]}))
+        return json_response(to_json({"object": "list", "data": [self._card(name) for name in self._names]}))
 
     async def model(self, request: Request) -> Response:
         """One name of the model."""
         self._check_serving()
         name = request.path_params["name"]
         self._check_model(name)
-        return _json(to_json(self._card(name)))
+        return json_response(to_json(self._card(name)))
 
     async def completions(self, request: Request) -> Response:
         """Complete one or more prompts."""
@@ -121,22 +124,33 @@ class Api:
         self._check_serving()
         body = self._bodies.read(ChatCompletionRequest, await read_body(request, self.config.max_request_bytes))
         self._check_model(body.model)
-        params = body.sampling_params(None, self._defaults)
-        more = {name: value for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-                if (value := getattr(body, name)) is not None}
+        config = self.config
+        use = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls,
+                           config.tool_call_parser if config.enable_auto_tool_choice else None)
+        params = body.chat_sampling_params(self._defaults, use)
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
-            return self._inputs.process(request_id, self._inputs.render_chat(messages, **more), params)
+            prompt = self._inputs.render_chat(messages, tools=use.tools, **body.template_options)
+            return self._inputs.process(request_id, prompt, params)
 
-        return await self._answer(request, body, params, [body.messages], prepare)
+        # An answer that is held to a form has no room for reasoning.
+        reasons = config.reasoning_parser if params.structured_outputs is None else None
+
+        def make_reader(prepared: ProcessedRequest) -> ChoiceReader:
+            return ChoiceReader(reasoning_grammar(reasons, prepared.prompt or "") if reasons else None, use.grammar,
+                                show_reasoning=body.include_reasoning is not False, one_call=use.one_call)
+
+        return await self._answer(request, body, params, [body.messages], prepare, use.finish_reason,
+                                  make_reader if reasons or use.grammar else None)
 
     async def not_supported(self, request: Request) -> Response:
         """A route that the API has and this server does not have yet."""
         message = f"{route_path(request.scope)} is not supported yet"
-        return _json(error_json(message, "invalid_request_error", code="not_supported"), 404)
+        return json_response(error_json(message, "invalid_request_error", code="not_supported"), 404)
 
     async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
-                      prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest]) -> Response:
+                      prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest],
+                      finish_reason: str = "stop", make_reader: MakeReader | None = None) -> Response:
         self._check_serving()  # once more: reading the body may have taken its time
         ordinal = uuid.uuid4().hex
         stream = self._client.admit(len(prompts) * params.n)
@@ -154,7 +168,7 @@ class Api:
                     chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
                     model=body.model or self._names[0], num_choices=len(requests) * params.n,
                     token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params))
-                call = _Call(stream, requests, params.n, shape)
+                call = Call(stream, requests, params.n, shape, make_reader=make_reader, finish_reason=finish_reason)
                 if not body.stream:
                     return await call.whole()
         except BaseException:
@@ -183,68 +197,6 @@ class Api:
     def _card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "jaxpaged",
                 "root": self._names[0], "parent": None, "max_model_len": self._max_model_len}
-
-
-class _Call:
-    """One call's outputs on their way into an answer. Choice `place * n + c` is choice c of the prompt at `place`."""
-
-    def __init__(self, stream: OutputStream, requests: Sequence[ProcessedRequest], n: int, shape: AnswerShape) -> None:
-        self._stream, self._requests, self._n, self._shape = stream, requests, n, shape
-        self._places = {request.request_id: place for place, request in enumerate(requests)}
-        self._cached = [0] * len(requests)
-        self._completion_tokens = 0
-
-    async def whole(self) -> Response:
-        """The answer in one piece."""
-        outputs = sorted(await self._stream.get_all(), key=lambda output: self._places[output.request_id])
-        for output in outputs:
-            self._count(output)
-        return _json(self._shape.whole(outputs, self._usage()))
-
-    async def events(self, include_usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events, some at a time; an error after the first is an event as well."""
-        try:
-            opened: set[int] = set()
-            unfinished = len(self._requests)
-            while unfinished:
-                events: list[str] = []
-                for output in await self._stream.get():
-                    self._add_events(events, output, opened)
-                    unfinished -= output.finished
-                if not unfinished:
-                    if include_usage:
-                        events.append(self._shape.usage_chunk(self._usage()))
-                    events.append(_DONE)
-                if events:
-                    yield "".join(events)
-        except StreamClosedError:
-            return
-        except (EngineDeadError, RequestFailedError) as error:
-            yield f"data: {_server_error(error).decode()}\n\n{_DONE}"
-
-    def _add_events(self, events: list[str], output: RequestOutput, opened: set[int]) -> None:
-        self._count(output)
-        shape, first = self._shape, self._places[output.request_id] * self._n
-        for choice in output.outputs:
-            index = first + choice.index
-            if index not in opened:
-                opened.add(index)
-                events.append(shape.first_chunk(index, output.prompt_token_ids))
-            events.append(shape.text_chunk(index, choice))
-            if choice.finish_reason is not None:
-                events.append(shape.last_chunk(index, choice.finish_reason, choice.stop_reason))
-
-    def _count(self, output: RequestOutput) -> None:
-        self._cached[self._places[output.request_id]] = output.num_cached_tokens
-        for choice in output.outputs:
-            self._completion_tokens += len(choice.token_ids)
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(sum(len(request.prompt_token_ids) for request in self._requests), self._completion_tokens,
-                     sum(self._cached))
-
-
-_DONE = "data: [DONE]\n\n"
 
 
 def make_app(api: Api) -> FastAPI:
@@ -294,31 +246,22 @@ def _prompts(value: object) -> list[object]:
                        "not empty", param="prompt")
 
 
-def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(body, status, headers=headers, media_type="application/json")
-
-
-def _server_error(error: Exception) -> bytes:
-    kind = "service_unavailable" if isinstance(error, EngineDeadError) else "internal_error"
-    return error_json(str(error), kind)
-
-
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     status = error_status(error)
     headers = {"retry-after": RETRY_AFTER_SECONDS} if status == 503 else None
-    return _json(error_body(error), status, headers)
+    return json_response(error_body(error), status, headers)
 
 
 async def _on_server_error(request: Request, error: Exception) -> Response:
-    return _json(_server_error(error), 503 if isinstance(error, EngineDeadError) else 500)
+    return json_response(server_error(error), 503 if isinstance(error, EngineDeadError) else 500)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {404: "there is no such route", 405: "this route does not take this method"}.get(
         error.status_code, str(error.detail))
-    return _json(error_json(message, "invalid_request_error"), error.status_code, error.headers)
+    return json_response(error_json(message, "invalid_request_error"), error.status_code, error.headers)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -327,7 +270,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     # The traceback is in the log: starlette raises the error again after this answer.
-    return _json(error_json("internal error; the server's log tells more", "internal_error"), 500)
+    return json_response(error_json("internal error; the server's log tells more", "internal_error"), 500)
 
 
 _HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {

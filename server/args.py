@@ -14,6 +14,7 @@ from jaxpaged import __version__
 from jaxpaged.config import NOT_SUPPORTED, EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.flags import GROUPS, Parser, add_flags, new_parser, parse_flags, settle_model, spelling
+from jaxpaged.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 _OLD_SWITCHES = {
     "--use-v2-block-manager": "there is one block manager",
@@ -60,9 +61,13 @@ class ServerConfig:
     disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
     enable_log_requests: bool = _flag(False, "log the sizes and sampling parameters of each request, never its text")
     disable_log_stats: bool = _flag(False, "no statistics in the log every 10 seconds")
-    enable_auto_tool_choice: bool = _flag(False, "let the model call tools")
-    tool_call_parser: str | None = _flag(None, "how the model writes tool calls", metavar="NAME")
-    reasoning_parser: str | None = _flag(None, "how the model writes its reasoning", metavar="NAME")
+    chat_template_timeout: float = _flag(10.0, "seconds that the chat template may take on one conversation",
+                                         metavar="SECONDS")
+    enable_auto_tool_choice: bool = _flag(False, "let the model call tools of its own accord; needs --tool-call-parser")
+    tool_call_parser: str | None = _flag(None, "how the model writes tool calls; hermes is Qwen's way too",
+                                         choices=tuple(TOOL_PARSERS))
+    reasoning_parser: str | None = _flag(None, "how the model writes its reasoning: in <think> tags, always "
+                                         "(deepseek_r1) or where it opens them (qwen3)", choices=REASONING_PARSERS)
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
@@ -83,15 +88,12 @@ class ServerConfig:
             raise ConfigError(f"--shutdown-timeout must be at least 0 seconds, not {self.shutdown_timeout}")
         if not self.engine_timeout > 0:
             raise ConfigError(f"--engine-timeout must be above 0 seconds, not {self.engine_timeout}")
+        if not self.chat_template_timeout > 0:
+            raise ConfigError(f"--chat-template-timeout must be above 0 seconds, not {self.chat_template_timeout}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser: hermes, llama3_json or mistral")
         if self.max_request_bytes < 1024:
             raise ConfigError(f"--max-request-bytes must be at least 1024, not {self.max_request_bytes}")
-        for name in _NOT_SUPPORTED:
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default:
-                raise ConfigError(f"{spelling(name)} is not supported yet; leave it out")
-
-
-_NOT_SUPPORTED = ("enable_auto_tool_choice", "tool_call_parser", "reasoning_parser")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def _make_parser(prog: str) -> Parser:
     parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
                         help="show the version and exit")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; those of the command line win")
-    add_flags(parser, (EngineConfig, ServerConfig), GROUPS | {"server": "server"}, (*NOT_SUPPORTED, *_NOT_SUPPORTED))
+    add_flags(parser, (EngineConfig, ServerConfig), GROUPS | {"server": "server"}, NOT_SUPPORTED)
     for name, reason in _OLD_SWITCHES.items():
         parser.add_argument(name, action=_OldFlag, nargs=0, const=reason, help=argparse.SUPPRESS)
     for name, reason in _OLD_OPTIONS.items():

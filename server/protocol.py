@@ -2,14 +2,16 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from jaxpaged.errors import ContextLengthError, NotSupportedError, OverloadedError, RequestError
 from jaxpaged.outputs import CompletionOutput, RequestOutput
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jaxpaged.server.chat_tools import ToolUse
 from jaxpaged.server.logprob_shapes import LogprobShape
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,8 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
 # Fields of OpenAI that describe the caller, not the text: nothing is done with them, and no log line is due.
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": "must be an object",
-             "messages": "must be a list of objects", "stop_token_ids": "must be a list of token ids"}
+             "messages": "must be a list of objects", "tools": "must be a list of objects",
+             "stop_token_ids": "must be a list of token ids"}
 
 
 class StreamOptions(BaseModel):
@@ -154,7 +157,12 @@ class ChatCompletionRequest(_Request):
     logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
     top_logprobs: int | None = Field(None, description="alternatives per token; needs logprobs")
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; wins over it")
-    add_generation_prompt: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [
+        {"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})] = None
+    parallel_tool_calls: bool | None = Field(None, description="false keeps the first call only")
+    include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer")
+    add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is set")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -178,6 +186,31 @@ class ChatCompletionRequest(_Request):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Options of the chat template."""
+        continues = bool(self.continue_final_message)
+        prompt = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return {"add_generation_prompt": prompt, "continue_final_message": continues,
+                "chat_template_kwargs": self.chat_template_kwargs}
+
+    def chat_sampling_params(self, defaults: Mapping[str, Any], use: ToolUse) -> SamplingParams:
+        """The sampling of this request, with what its use of tools asks for.
+
+        Raises:
+            RequestError: see `sampling_params`.
+        """
+        params = self.sampling_params(None, defaults)
+        if use.schema is not None:
+            if params.structured_outputs is not None:
+                raise RequestError("tool_choice and a form for the answer exclude each other; leave one out",
+                                   param="tool_choice")
+            params = replace(params, structured_outputs=StructuredOutputsParams(json=use.schema))
+            params.check_supported()
+        elif use.grammar is not None and self.skip_special_tokens is None:
+            params = replace(params, skip_special_tokens=False)  # some models mark their calls with them
+        return params
 
 
 class BodyTooLargeError(RequestError):
@@ -307,17 +340,31 @@ class AnswerShape:
 
     def text_chunk(self, index: int, choice: CompletionOutput) -> str:
         """New text of one choice; empty where there is nothing to tell."""
-        logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
-        if self._token_ids and choice.token_ids:
-            ids = f',"token_ids":{json.dumps(choice.token_ids)}'
-        elif choice.text or logprobs is not None:
-            ids = ""
-        else:
+        rest = self._rest(choice)
+        if not choice.text and rest is None:
             return ""
-        after = self._after
-        if logprobs is not None:
-            after = after.replace('"logprobs":null', f'"logprobs":{to_json(logprobs).decode()}')
-        return f"{self._before[index]}{_quote(choice.text)}{after}{ids}{self._end}"
+        return f"{self._before[index]}{_quote(choice.text)}{rest or self._after}{self._end}"
+
+    def delta_chunks(self, index: int, deltas: Iterable[dict[str, Any]], choice: CompletionOutput) -> list[str]:
+        """What is new in a choice of a chat that is read for tool calls or reasoning.
+
+        Ids and log probabilities of the tokens go with the first chunk, also where it has no words yet.
+        """
+        before = self._before[index].removesuffix('{"content":')
+        rest = self._rest(choice)
+        chunks = []
+        for delta in [*deltas] or ([{}] if rest else []):
+            chunks.append(f"{before}{to_json(delta).decode()}{(rest or self._after)[1:]}{self._end}")
+            rest = None
+        return chunks
+
+    def _rest(self, choice: CompletionOutput) -> str | None:
+        """What follows the text: log probabilities and token ids; None where there are none to tell."""
+        ids = f',"token_ids":{json.dumps(choice.token_ids)}' if self._token_ids and choice.token_ids else ""
+        logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
+        if logprobs is None:
+            return self._after + ids if ids else None
+        return self._after.replace('"logprobs":null', f'"logprobs":{to_json(logprobs).decode()}') + ids
 
     def last_chunk(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> str:
         """The end of one choice; all its text has gone before."""
@@ -329,18 +376,26 @@ class AnswerShape:
         """The chunk after all choices."""
         return f"data: {to_json({**self._chunk, 'choices': [], 'usage': totals}).decode()}\n\n"
 
-    def whole(self, outputs: list[RequestOutput], totals: dict[str, Any]) -> bytes:
-        """The answer in one piece; choices in prompt-major order."""
+    def whole(self, outputs: list[RequestOutput], totals: dict[str, Any],
+              messages: Sequence[tuple[dict[str, Any], str | None]] = ()) -> bytes:
+        """The answer in one piece; choices in prompt-major order.
+
+        Args:
+            messages: message and finish reason of each choice of a chat, where they differ from the bare text.
+        """
         choices: list[dict[str, Any]] = []
         for output in outputs:
             for choice in output.outputs:
                 item: dict[str, Any] = {"index": len(choices)}
-                if self._chat:
+                reason: str | None = choice.finish_reason
+                if messages:
+                    item["message"], reason = messages[len(choices)]
+                elif self._chat:
                     item["message"] = {"role": "assistant", "content": choice.text}
                 else:
                     item["text"] = choice.text
                 logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
-                item |= {"logprobs": logprobs, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+                item |= {"logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stop_reason}
                 if self._token_ids:
                     item |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
                 choices.append(item)

@@ -1,14 +1,15 @@
-"""Reading bodies within a limit, noticing that a client has gone, and writing events."""
+"""Reading bodies within a limit, noticing that a client has gone, and writing answers."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpaged.server.protocol import BodyTooLargeError, MediaTypeError
+from jaxpaged.errors import EngineDeadError
+from jaxpaged.server.protocol import BodyTooLargeError, MediaTypeError, error_json
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -74,3 +75,13 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._close()
+
+
+def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer whose body is JSON already."""
+    return Response(body, status, headers=headers, media_type="application/json")
+
+
+def server_error(error: Exception) -> bytes:
+    """OpenAI's error object for what is not the client's fault."""
+    return error_json(str(error), "service_unavailable" if isinstance(error, EngineDeadError) else "internal_error")

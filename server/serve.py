@@ -27,6 +27,7 @@ from jaxpaged.server.args import Arguments, ServerConfig
 from jaxpaged.server.engine_client import EngineClient
 from jaxpaged.server.http_protocol import http_protocol
 from jaxpaged.server.logs import set_up_logging
+from jaxpaged.server.template_process import TemplateProcesses
 from jaxpaged.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class _Server:
         self._api: Api | None = None
         self._metrics: Metrics | None = None
         self._http: _Http | None = None
+        self._templates: TemplateProcesses | None = None
         self._ending: asyncio.Task[None] | None = None
         self._exit_code = 0
 
@@ -100,7 +102,7 @@ class _Server:
         self._client = EngineClient(dataclasses.replace(config, model=str(path)), timeout=self._config.engine_timeout,
                                     on_death=self._on_engine_death)
         # The web framework is slow to import: the engine process begins before that.
-        from jaxpaged.server.app import Api
+        from jaxpaged.server.app import TOKENISE_THREADS, Api
 
         loading = asyncio.to_thread(load_tokenizer, source, chat_template=config.chat_template)
         tokenizer, info = await asyncio.gather(loading, self._client.ready())
@@ -116,6 +118,10 @@ class _Server:
         self._metrics = Metrics(names[0], info, kv_cache_dtype=config.kv_cache_dtype,
                                 prefix_caching=config.enable_prefix_caching)
         self._client.serve(info, tokenizer, self._metrics)
+        if tokenizer.hf.chat_template:
+            self._templates = TemplateProcesses(tokenizer.own_chat_template(), count=TOKENISE_THREADS,
+                                                timeout=self._config.chat_template_timeout)
+            tokenizer.render_chat_template = self._templates.render
         self._api = Api(self._config, self._client, inputs, self._metrics, names=names, defaults=defaults,
                         max_model_len=info.max_model_len, tokenizer=tokenizer)
 
@@ -134,6 +140,8 @@ class _Server:
         if statistics is not None:
             statistics.cancel()
         self._api.close()
+        if self._templates is not None:
+            self._templates.close()
 
     def _on_signal(self, number: int) -> None:
         if self._http is None or self._ending is not None:

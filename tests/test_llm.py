@@ -256,7 +256,7 @@ def test_chat_options_reach_the_template(llm: LLM) -> None:
 
 @pytest.mark.parametrize("messages", [
     [{"role": "alien", "content": "x"}], [{"role": "tool", "content": "x"}], [{"content": "x"}],
-    [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "image_url"}]}],
+    [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "image_url"}]}], [], [[]],
 ], ids=str)
 def test_bad_messages_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError) as caught:
@@ -293,7 +293,7 @@ def test_generate_uses_an_llm_and_keeps_it(llm: LLM) -> None:
 
 
 def test_generate_names_a_keyword_that_does_not_exist(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="temprature") as caught:
+    with pytest.raises(RequestError, match="did you mean temperature") as caught:
         jaxpaged.generate(llm, "one", temprature=0)
     assert caught.value.param == "temprature"
     with pytest.raises(RequestError, match="max_tokens"):

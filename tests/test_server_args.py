@@ -97,9 +97,10 @@ def test_engine_flags(argv: list[str], name: str, value: object) -> None:
     (["--engine-timeout", "0"], "--engine-timeout"),
     (["--max-request-bytes", "1"], "--max-request-bytes"),
     (["--max-model-len", "0"], "max_model_len"),
-    (["--tool-call-parser", "hermes"], "--tool-call-parser is not supported yet"),
-    (["--enable-auto-tool-choice"], "--enable-auto-tool-choice is not supported yet"),
-    (["--reasoning-parser", "x"], "--reasoning-parser is not supported yet"),
+    (["--tool-call-parser", "hermez"], "'hermes'"),
+    (["--enable-auto-tool-choice"], "--tool-call-parser"),
+    (["--reasoning-parser", "x"], "'qwen3'"),
+    (["--chat-template-timeout", "0"], "--chat-template-timeout"),
     (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not supported yet"),
 ])
 def test_each_mistake_is_one_line_that_names_the_flag(

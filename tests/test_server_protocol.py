@@ -78,8 +78,8 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
     ("suffix", "x"), ("echo", True),
     ("prompt_logprobs", 0), ("logit_bias", {"1": 2}), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
     ("use_beam_search", True), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_regex", "a"),
-    ("guided_choice", ["a"]), ("response_format", {"type": "json_object"}), ("tools", [{}]),
-    ("tool_choice", "required"), ("functions", [{}]), ("truncate_prompt_tokens", 5), ("priority", 1),
+    ("guided_choice", ["a"]), ("response_format", {"type": "json_object"}),
+    ("functions", [{}]), ("truncate_prompt_tokens", 5), ("priority", 1),
     ("cache_salt", "x"), ("chat_template", "{{x}}"), ("best_of", 2), ("presence_penalty", 0.5),
     ("frequency_penalty", 0.5), ("repetition_penalty", 1.5), ("min_tokens", 2), ("early_stopping", True),
 ])

@@ -1,0 +1,103 @@
+"""One call's outputs on their way from the engine into an answer."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from jaxpaged.errors import EngineDeadError
+from jaxpaged.input_processor import ProcessedRequest
+from jaxpaged.outputs import CompletionOutput, RequestOutput
+from jaxpaged.server.chat_answer import ChoiceReader, join_deltas
+from jaxpaged.server.engine_client import OutputStream, RequestFailedError, StreamClosedError
+from jaxpaged.server.protocol import AnswerShape, usage
+from jaxpaged.server.responses import json_response, server_error
+
+_DONE = "data: [DONE]\n\n"
+MakeReader = Callable[[ProcessedRequest], ChoiceReader]
+
+
+class Call:
+    """Choice `place * n + c` of the answer is choice c of the prompt at `place`.
+
+    Args:
+        make_reader: for chats whose text holds tool calls or reasoning; called once for each choice.
+        finish_reason: of a choice that has calls and was not cut off.
+    """
+
+    def __init__(self, stream: OutputStream, requests: Sequence[ProcessedRequest], n: int, shape: AnswerShape, *,
+                 make_reader: MakeReader | None = None, finish_reason: str = "tool_calls") -> None:
+        self._stream, self._requests, self._n, self._shape = stream, requests, n, shape
+        self._finish_reason = finish_reason
+        self._readers = {} if make_reader is None else {
+            place * n + choice: make_reader(request)
+            for place, request in enumerate(requests) for choice in range(n)}
+        self._places = {request.request_id: place for place, request in enumerate(requests)}
+        self._cached = [0] * len(requests)
+        self._completion_tokens = 0
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        outputs = sorted(await self._stream.get_all(), key=lambda output: self._places[output.request_id])
+        for output in outputs:
+            self._count(output)
+        if self._readers:
+            messages: list[tuple[dict[str, Any], str | None]] = []
+            for choice in (choice for output in outputs for choice in output.outputs):
+                reader = self._readers[len(messages)]
+                deltas = reader.add(choice.text, True)
+                messages.append((join_deltas(deltas), self._reason(reader, choice)))
+            return json_response(self._shape.whole(outputs, self._usage(), messages))
+        return json_response(self._shape.whole(outputs, self._usage()))
+
+    async def events(self, include_usage: bool) -> AsyncIterator[str]:
+        """The answer as server-sent events, some at a time; an error after the first is an event as well."""
+        try:
+            opened: set[int] = set()
+            unfinished = len(self._requests)
+            while unfinished:
+                events: list[str] = []
+                for output in await self._stream.get():
+                    self._add_events(events, output, opened)
+                    unfinished -= output.finished
+                if not unfinished:
+                    if include_usage:
+                        events.append(self._shape.usage_chunk(self._usage()))
+                    events.append(_DONE)
+                if events:
+                    yield "".join(events)
+        except StreamClosedError:
+            return
+        except (EngineDeadError, RequestFailedError) as error:
+            yield f"data: {server_error(error).decode()}\n\n{_DONE}"
+
+    def _add_events(self, events: list[str], output: RequestOutput, opened: set[int]) -> None:
+        self._count(output)
+        shape, first = self._shape, self._places[output.request_id] * self._n
+        for choice in output.outputs:
+            index = first + choice.index
+            if index not in opened:
+                opened.add(index)
+                events.append(shape.first_chunk(index, output.prompt_token_ids))
+            reader = self._readers.get(index)
+            reason: str | None = choice.finish_reason
+            if reader is None:
+                events.append(shape.text_chunk(index, choice))
+            else:
+                deltas = reader.add(choice.text, reason is not None)
+                events += shape.delta_chunks(index, deltas, choice)
+                reason = self._reason(reader, choice)
+            if reason is not None:
+                events.append(shape.last_chunk(index, reason, choice.stop_reason))
+
+    def _reason(self, reader: ChoiceReader, choice: CompletionOutput) -> str | None:
+        return self._finish_reason if reader.called and choice.finish_reason == "stop" else choice.finish_reason
+
+    def _count(self, output: RequestOutput) -> None:
+        self._cached[self._places[output.request_id]] = output.num_cached_tokens
+        for choice in output.outputs:
+            self._completion_tokens += len(choice.token_ids)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(sum(len(request.prompt_token_ids) for request in self._requests), self._completion_tokens,
+                     sum(self._cached))
