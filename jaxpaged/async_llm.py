@@ -14,7 +14,7 @@ from typing import Any, Self
 from jaxpaged.config import DEFAULT_MODEL, EngineConfig
 from jaxpaged.engine import Engine
 from jaxpaged.engine_loop import Message, run_engine_loop
-from jaxpaged.errors import EngineDeadError, NotSupportedError, OverloadedError, RequestError
+from jaxpaged.errors import EngineDeadError, OverloadedError, RequestError
 from jaxpaged.front import Front
 from jaxpaged.input_processor import ProcessedRequest
 from jaxpaged.llm import Prompt, in_memory_model, print_line
@@ -62,14 +62,13 @@ class AsyncLLM:
             prompt: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: None for the model's defaults; `output_kind` says what each output holds.
             request_id: unique among the running ones; made up if not given.
+            priority: the smaller is served first, with scheduling_policy="priority".
 
         Raises:
             RequestError: the request cannot be served.
             EngineDeadError: the engine has ended.
         """
         self._loop = self._loop or asyncio.get_running_loop()
-        if priority:
-            raise NotSupportedError("priority is not supported yet; leave it out", param="priority")
         name = request_id or f"request-{next(self._ordinals)}"
         if name in self._keys:
             raise RequestError("a request with this request_id is running", param="request_id")
@@ -77,7 +76,8 @@ class AsyncLLM:
         key = f"{next(self._ordinals)}:{name}"
         self._keys[name] = key
         try:
-            request = await asyncio.to_thread(self._front.inputs.process, key, prompt, sampling_params)
+            request = await asyncio.to_thread(self._front.inputs.process, key, prompt, sampling_params,
+                                              priority=priority)
             if self._failure is not None:  # asked for only now: a failure while the prompt was read has told nobody
                 raise self._failure
             if self._num_live + len(request.sequences) > self._max_waiting:

@@ -71,7 +71,8 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(False, "reuse the KV blocks of equal prompt prefixes", group="scheduling")
     enable_chunked_prefill: bool = _flag(True, "process long prompts in pieces beside running requests",
                                          group="scheduling")
-    scheduling_policy: str = _flag("fcfs", "who runs next", choices=("fcfs", "priority", "predicted"),
+    scheduling_policy: str = _flag("fcfs", "who runs next: first come, first served; the more important; or the "
+                                   "shortest predicted work", choices=("fcfs", "priority", "predicted"),
                                    group="scheduling")
     batch_invariant: bool = _flag(False, "bitwise equal results whatever else is in the batch", group="scheduling")
     max_waiting_requests: int = _flag(1024, "longest waiting queue; beyond it requests are refused",
@@ -135,7 +136,7 @@ class EngineConfig:
 
 NOT_SUPPORTED = (
     "quantization", "load_format", "swap_space", "preemption_mode", "compiled", "enable_prefix_caching",
-    "enable_chunked_prefill", "scheduling_policy", "batch_invariant", "pipeline_parallel_size",
+    "enable_chunked_prefill", "batch_invariant", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel",
 )
 

@@ -13,6 +13,7 @@ from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.programs import Params
 from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, TokenDelta
 from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.startup import InMemoryModel, prepare
 
@@ -46,6 +47,7 @@ class Engine:
             max_num_seqs=ready.info.max_num_seqs,
             max_num_batched_tokens=ready.info.max_num_batched_tokens,
             step_sizes=ready.shape.sizes,
+            policy=POLICIES[config.scheduling_policy](),
         )
         self._seed = config.seed
         self._num_seeded = 0

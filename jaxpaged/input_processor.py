@@ -15,6 +15,7 @@ from jaxpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_PRIORITY = 2**31 - 1
 _CODE = "context_length_exceeded"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys of a generation_config.json that set defaults, and the sampling parameters that they set.
@@ -52,11 +53,12 @@ class InputProcessor:
         max_logprobs: most alternatives per position that a request may ask for.
         eos_token_ids: ids that end a text: those of the tokenizer, the model's and the generation config together.
         default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
+        takes_priorities: whether the engine's policy looks at them; if not, any but 0 is refused.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, kv_capacity: int,
                  max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
-                 default_params: Mapping[str, Any] | None = None) -> None:
+                 default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -64,6 +66,7 @@ class InputProcessor:
         self._max_logprobs = max_logprobs
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
+        self._takes_priorities = takes_priorities
         self._max_chars = (max_model_len * tokenizer.max_token_chars
                            if tokenizer is not None and tokenizer.max_token_chars is not None else None)
 
@@ -84,6 +87,7 @@ class InputProcessor:
             add_special_tokens: let the tokenizer add what it adds to a text, such as a beginning token.
             lower_max_tokens: where max_tokens does not fit, lower it; for a max_tokens that is only a default.
             arrival_time: seconds of `time.monotonic()`, where it is not now.
+            priority: the smaller is served first.
 
         Raises:
             RequestError: the prompt or a parameter cannot be used; `param` names the field.
@@ -93,6 +97,7 @@ class InputProcessor:
             params, lower_max_tokens = self._default, True
         params.check_supported()
         self._check_logprobs(params)
+        self._check_priority(priority)
         text, ids = self._prompt(prompt, add_special_tokens)
         max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
         eos = frozenset() if params.ignore_eos else self._eos
@@ -173,6 +178,13 @@ class InputProcessor:
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise RequestError(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
         return tuple(ids)
+
+    def _check_priority(self, priority: object) -> None:
+        if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
+        if priority and not self._takes_priorities:
+            raise RequestError("priority needs an engine that was started with --scheduling-policy priority; leave it "
+                               "out", param="priority")
 
     def _check_chars(self, count: int, param: str) -> None:
         """Refuse, before any work is done on it, a text that cannot fit whatever its tokens are."""

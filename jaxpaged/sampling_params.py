@@ -54,6 +54,8 @@ class SamplingParams:
         min_tokens: no end before this many tokens.
         logprobs, prompt_logprobs: number of alternatives to report per position.
         detokenize: False leaves `text` empty and takes no stop strings.
+        expected_output_tokens: how long the answer will be, as far as the caller knows; orders requests under
+            `--scheduling-policy predicted`.
         output_kind: what each output of a running request holds.
 
     Raises:

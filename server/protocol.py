@@ -28,7 +28,7 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "documents": ([],), "chat_template": (), "truncate_prompt_tokens": (),
-    "priority": (0,), "cache_salt": (), "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
+    "cache_salt": (), "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (), "adapter_id": (),
 }
 # Fields of OpenAI that describe the caller, not the text: nothing is done with them, and no log line is due.
@@ -77,6 +77,7 @@ class _Request(BaseModel):
     expected_output_tokens: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = Field(None, description="add the ids of the prompt and of each choice")
+    priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
     request_id: str | None = Field(None, description="becomes part of the answer's id")
 
     def check(self) -> None:

@@ -114,7 +114,8 @@ class _Server:
         inputs = InputProcessor(
             tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             kv_capacity=(info.num_blocks - 1) * info.block_size,  # one block holds nothing
-            max_logprobs=config.max_logprobs, eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids))
+            max_logprobs=config.max_logprobs, eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids),
+            takes_priorities=config.scheduling_policy == "priority")
         self._metrics = Metrics(names[0], info, kv_cache_dtype=config.kv_cache_dtype,
                                 prefix_caching=config.enable_prefix_caching)
         self._client.serve(info, tokenizer, self._metrics)

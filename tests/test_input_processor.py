@@ -179,13 +179,28 @@ def test_seeds(seed: int | None, resolved: int | None) -> None:
 
 def test_choices_become_sequences_that_the_output_side_knows() -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=5)
-    found = processor().process("r", [5, 6], params, arrival_time=1.5, priority=2)
+    found = processor(takes_priorities=True).process("r", [5, 6], params, arrival_time=1.5, priority=2)
     assert [sequence.choice for sequence in found.sequences] == [0, 1, 2]
     assert {(sequence.seed, sequence.arrival_time, sequence.priority, sequence.params, sequence.max_tokens)
             for sequence in found.sequences} == {(4, 1.5, 2, params, 5)}
     ids = OutputProcessor(None).add_request("r", None, found.prompt_token_ids, params, found.arrival_time,
                                             found.max_tokens)
     assert [sequence.request_id for sequence in found.sequences] == ids
+
+
+@pytest.mark.parametrize("priority", [2**31, -(2**31), 1.0, True, "1"])
+def test_priorities_are_checked(priority: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        processor(takes_priorities=True).process("r", [5], priority=priority)
+    assert caught.value.param == "priority"
+
+
+@pytest.mark.parametrize("priority", [1, -1])
+def test_priorities_are_refused_where_nobody_looks_at_them(priority: int) -> None:
+    with pytest.raises(RequestError, match="--scheduling-policy priority") as caught:
+        processor().process("r", [5], priority=priority)
+    assert caught.value.param == "priority"
+    assert processor().process("r", [5], priority=0).sequences[0].priority == 0
 
 
 def test_the_models_defaults_are_for_requests_without_parameters() -> None:

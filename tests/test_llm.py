@@ -354,7 +354,7 @@ def test_unknown_engine_arguments_are_refused_with_a_suggestion(model_path: Path
 
 @pytest.mark.parametrize("arguments", [
     {"tensor_parallel_size": 2}, {"enable_prefix_caching": True}, {"quantization": "awq"},
-    {"scheduling_policy": "priority"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"},
+    {"scheduling_policy": "shortest"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"},
     {"load_format": "gguf"},
 ], ids=str)
 def test_engine_arguments_that_cannot_work_are_errors_not_silence(model_path: Path, arguments: dict[str, Any]) -> None:
@@ -589,7 +589,7 @@ def test_a_full_queue_refuses(model_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_priority_is_refused_since_there_are_none(use: Callable[[Use], None]) -> None:
+def test_a_priority_is_refused_unless_the_policy_looks_at_it(use: Callable[[Use], None]) -> None:
     async def work(llm: AsyncLLM) -> None:
         with pytest.raises(RequestError, match="priority"):
             await collect(llm.generate([1, 2], GREEDY, priority=3))

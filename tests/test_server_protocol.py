@@ -79,7 +79,7 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
     ("prompt_logprobs", 0), ("logit_bias", {"1": 2}), ("bad_words", ["x"]), ("allowed_token_ids", [1]),
     ("use_beam_search", True), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_regex", "a"),
     ("guided_choice", ["a"]), ("response_format", {"type": "json_object"}),
-    ("functions", [{}]), ("truncate_prompt_tokens", 5), ("priority", 1),
+    ("functions", [{}]), ("truncate_prompt_tokens", 5),
     ("cache_salt", "x"), ("chat_template", "{{x}}"), ("best_of", 2), ("presence_penalty", 0.5),
     ("frequency_penalty", 0.5), ("repetition_penalty", 1.5), ("min_tokens", 2), ("early_stopping", True),
 ])
@@ -95,7 +95,7 @@ def test_what_is_known_but_not_supported_is_named(kind: Any, field: str, value: 
     {"suffix": ""}, {"echo": False}, {"logit_bias": {}}, {"bad_words": []},
     {"use_beam_search": False}, {"response_format": {"type": "text"}}, {"tools": [], "tool_choice": "none"},
     {"best_of": 1}, {"n": 3, "best_of": 3}, {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
-    {"min_tokens": 0}, {"priority": 0}, {"length_penalty": 1.0}, {"user": "me", "metadata": {"a": "b"}},
+    {"min_tokens": 0}, {"length_penalty": 1.0}, {"user": "me", "metadata": {"a": "b"}},
 ])
 def test_values_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
     assert params(**fields) == params(n=fields.get("n", 1))

@@ -30,6 +30,7 @@ class Request:
         num_computed: tokens whose keys and values are written or will be by a dispatched step.
         num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
         block_table: blocks in order of position; only ever appended to while RUNNING.
+        predicted_length: tokens that a policy expects it to have in the end; 0 where none does.
         slot: index of its device-side state while RUNNING, else -1.
         full_sampling: whether its rows need the full variant of the sampler.
     """
@@ -47,6 +48,7 @@ class Request:
     slot: int = -1
     scheduled_time: float | None = None
     full_sampling: bool = False
+    predicted_length: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.message.prompt_token_ids)
