@@ -53,3 +53,47 @@ def paged_attention(
     scores = jnp.einsum("tnh,tcnh->tnc", q, gather(k_pool)).astype(jnp.float32) * scale
     weights = jax.nn.softmax(jnp.where(seen[:, None, :], scores, -jnp.inf), axis=-1)
     return jnp.einsum("tnc,tcnh->tnh", weights.astype(q.dtype), values)
+
+
+def rotary_kv_write(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    cos: jax.Array,  # [T, H // 2] float32
+    sin: jax.Array,  # [T, H // 2] float32
+    page: jax.Array,  # [T] int32, -1 in rows that write nothing
+    place: jax.Array,  # [T] int32
+    pages: KVPages,
+) -> tuple[jax.Array, KVPages]:
+    """Turn queries and keys by their angles, first half of H against second, and write the rows that have a page."""
+    def turned(x: jax.Array) -> jax.Array:
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        c, s = cos[:, None], sin[:, None]
+        return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
+
+    real = jnp.nonzero(page >= 0)[0]
+    return turned(q), write_kv(pages, turned(k)[real], v[real], page[real], place[real])
+
+
+def sample(
+    logits: jax.Array,  # [V] float32
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    key: jax.Array,
+) -> jax.Array:  # [] int32
+    """One row's next token: temperature, then min-p, top-k and top-p over what is left, then a draw; 0 is greedy."""
+    if temperature == 0:
+        return jnp.argmax(logits)
+    scaled = logits / temperature
+    relative = scaled - scaled.max()
+    descending = jnp.sort(relative)[::-1]
+    kept = relative >= jnp.log(min_p)
+    if 0 < top_k < logits.size:
+        kept &= relative >= descending[top_k - 1]
+    if top_p < 1:
+        mass = jnp.where(kept, jnp.exp(relative), 0)
+        above = jnp.sum(jnp.where(relative[None, :] > relative[:, None], mass[None, :], 0), axis=1)
+        kept &= above < top_p * mass.sum()
+    return jnp.argmax(jnp.where(kept, scaled + jax.random.gumbel(key, logits.shape), -jnp.inf))

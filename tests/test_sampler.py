@@ -142,8 +142,8 @@ def test_temperatures_down_to_nothing_are_greedy(temperature: float) -> None:
         assert ids == logits.argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-42}, {"top_p": 1e-60}, {"min_p": 1.0}],
-                         ids=str)
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-42}, {"top_p": 1e-60}, {"min_p": 1.0},
+                                    {"min_p": 1.0, "temperature": 1.7}, {"top_p": 1e-6, "temperature": 0.3}], ids=str)
 def test_cuts_down_to_one_token_are_greedy(params: dict[str, Any]) -> None:
     logits = random_logits(ROWS, 2)
     for seed in range(4):

@@ -29,7 +29,9 @@ from jaxpaged.execution.vocabulary import Vocabulary
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Pools, Transformer
-from jaxpaged.pallas_kernels.lowering import lowering_for
+from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
+from jaxpaged.pallas_kernels.sampler import SlotParameters
+from jaxpaged.pallas_kernels.sampler import sample as sample_in_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class ProgramSet:
         self._shape = shape
         self._platform = platform
         self._native_attention = native_attention
+        self._target = GpuTarget.of(placement.devices[0]) if platform == "cuda" else None
         self.placement = placement
         self._vocab_size = vocab_size
         self._param_specs = spec_tree(axes)
@@ -192,9 +195,11 @@ class ProgramSet:
         if kind == "sample":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
             rows = self._spec((count,), jnp.int32)
+            # The kernel needs the whole of each row; what several devices share is XLA's.
+            plain = partial(_sample, self.placement.vocabulary) if self._target is None or self.placement.mesh else \
+                partial(_sample_in_kernel, self._target)
             spread = self.placement.spread(
-                partial(_sample, self.placement.vocabulary),
-                (REPLICATED, REPLICATED, LOGITS, REPLICATED, REPLICATED), REPLICATED)
+                plain, (REPLICATED, REPLICATED, LOGITS, REPLICATED, REPLICATED), REPLICATED)
             return jax.jit(spread, donate_argnums=1).lower(state, ids, logits, rows, rows)
         if kind == "sample_full":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
@@ -252,6 +257,14 @@ def _sample(
     rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
     ids = sample(logits, rows, position, vocabulary)
     return ids, last_id.at[slot].set(jnp.maximum(ids, 0))
+
+
+def _sample_in_kernel(
+    target: GpuTarget, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `_sample`, in one kernel that draws the same tokens."""
+    parameters = SlotParameters(*(jnp.asarray(getattr(state, name)) for name in SlotParameters._fields))
+    return sample_in_kernel(logits, parameters, slot, position, last_id, target=target)
 
 
 def _sample_full(

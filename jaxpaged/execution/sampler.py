@@ -105,8 +105,9 @@ def _draw(
     vocabulary: Vocabulary, logits: jax.Array, state: SamplingState, position: jax.Array, highest: jax.Array
 ) -> jax.Array:
     temperature = jnp.where(state.temperature > 0, state.temperature, 1)
-    scaled = logits / temperature[:, None]
-    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p, vocabulary, highest / temperature)
+    # Subtracted first, the best is exactly 0 at any temperature.
+    scaled = (logits - highest[:, None]) / temperature[:, None]
+    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p, vocabulary, jnp.zeros_like(highest))
     keys = jax.vmap(_row_key)(state.seed, state.choice, position)
     noise = jax.vmap(_gumbel)(jax.random.key_data(keys), vocabulary.index(scaled))
     perturbed = jnp.where(kept, scaled + noise, -jnp.inf)

@@ -1,0 +1,161 @@
+"""Rotary embedding of queries and keys, and keys and values into their pages, in one kernel that works in place.
+
+One program per (tile of tokens, kv head): it reads the tile's angles once, turns the query heads of its group and the
+key, and writes key and value where they belong. Rows of padding have page -1 and write nothing.
+
+Axis letters: T tokens, N query heads, K kv heads, G query heads per kv head, H head dim, P pages, S page size, R tokens
+of a tile.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxpaged.pallas_kernels.kv_pages import LARGEST, KVPages
+from jaxpaged.pallas_kernels.lowering import GpuTarget, launch, load, store
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTiles:
+    """A tile of `rotary_kv_write`: for steps of at most `most_tokens`, `rows` tokens and `num_warps` per program."""
+
+    most_tokens: int
+    rows: int
+    num_warps: int
+
+
+# Few tokens: many small programs, so that all multiprocessors take part. Many: tiles that share fewer launches.
+ROTARY: dict[str, tuple[RotaryTiles, ...]] = {
+    generation: (RotaryTiles(1024, 4, 1), RotaryTiles(2**31, 16, 4)) for generation in ("ampere", "ada", "hopper")
+}
+
+Parts = list[tuple[jax.Array, jax.Array]]  # lanes of H, and rows [R, lanes] of them
+
+
+def rotary_kv_write(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    cos: jax.Array,  # [T, H // 2] float32
+    sin: jax.Array,  # [T, H // 2] float32
+    page: jax.Array,  # [T] int32, -1 in rows that write nothing
+    place: jax.Array,  # [T] int32, 0 to S - 1
+    pages: KVPages,
+    *,
+    target: GpuTarget,
+) -> tuple[jax.Array, KVPages]:
+    """Return the turned queries [T, N, H] and the pools with the rows written; two rows never share a place."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    assert k.shape == v.shape == (tokens, kv_heads, head_dim) and heads % kv_heads == 0, (q.shape, k.shape, v.shape)
+    assert cos.shape == sin.shape == (tokens, head_dim // 2), (q.shape, cos.shape)
+    assert pages.k.dtype != jnp.float8_e4m3fn or target.has_fp8, f"no float8_e4m3fn on {target.compute_capability}"
+    tiles = choose_tiles(target, tokens, head_dim)
+    arrays = [q, *[pool for pool in pages if pool is not None]]
+    first = [q, k, v, cos, sin, page, place]
+    turned, *pools = launch(
+        partial(_kernel, group=heads // kv_heads, rows=tiles.rows, is_scaled=pages.k_scale is not None),
+        *first, *pages,
+        name="rotary_kv_write",
+        grid=(tokens // tiles.rows, kv_heads),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        aliases={0: 0} | {len(first) + index: 1 + index for index in range(len(arrays) - 1)},
+        num_warps=tiles.num_warps,
+        interpret=target.interpret,
+    )
+    return turned, KVPages(*pools)
+
+
+def choose_tiles(target: GpuTarget, tokens: int, head_dim: int) -> RotaryTiles:
+    """The tile of a step of `tokens` rows, from the table of the GPU's generation; the table is for heads of 128."""
+    tile = next(tile for tile in ROTARY[target.generation] if tokens <= tile.most_tokens)
+    rows = tile.rows * 64 // (1 << (head_dim // 2).bit_length() - 1)
+    return replace(tile, rows=min(max(1, rows), tokens & -tokens))  # no tile is part empty
+
+
+def _kernel(
+    q_ref: Any,  # [T, N, H]
+    k_ref: Any,  # [T, K, H]
+    v_ref: Any,  # [T, K, H]
+    cos_ref: Any,  # [T, H // 2]
+    sin_ref: Any,  # [T, H // 2]
+    page_ref: Any,  # [T]
+    place_ref: Any,  # [T]
+    k_pool: Any,  # [P, S, K, H], the memory of k_out
+    v_pool: Any,  # [P, S, K, H], the memory of v_out
+    k_scale: Any,  # [P, K, S], the memory of k_scale_out, or None
+    v_scale: Any,  # [P, K, S], the memory of v_scale_out, or None
+    turned_ref: Any,  # [T, N, H], the memory of q
+    k_out: Any,  # [P, S, K, H]
+    v_out: Any,  # [P, S, K, H]
+    k_scale_out: Any = None,  # [P, K, S]
+    v_scale_out: Any = None,  # [P, K, S]
+    *,
+    group: int,
+    rows: int,
+    is_scaled: bool,
+) -> None:
+    half = q_ref.shape[2] // 2
+    kv_head = pl.program_id(1)
+    token = pl.program_id(0) * rows + jnp.arange(rows)
+    angles = []
+    for lane in _lanes(half):
+        at = token[:, None], lane[None, :]
+        angles.append((lane, load(cos_ref.at[at]), load(sin_ref.at[at])))
+
+    def read(ref: Any, head: Any, lane: jax.Array) -> jax.Array:
+        return load(ref.at[token[:, None], head, lane[None, :]]).astype(jnp.float32)
+
+    def turn(ref: Any, head: Any) -> Parts:
+        parts = []
+        for lane, cos, sin in angles:
+            first, second = read(ref, head, lane), read(ref, head, half + lane)
+            parts += [(lane, (first * cos - second * sin).astype(ref.dtype)),
+                      (half + lane, (second * cos + first * sin).astype(ref.dtype))]
+        return parts
+
+    def keep(ref: Any, head: Any) -> Parts:
+        return [(start + lane, read(ref, head, start + lane)) for lane, _, _ in angles for start in (0, half)]
+
+    for member in range(group):
+        head = kv_head * group + member
+        for lane, part in turn(q_ref, head):
+            store(turned_ref.at[token[:, None], head, lane[None, :]], part)
+
+    page, place = load(page_ref.at[token]), load(place_ref.at[token])
+    written = page >= 0
+    page = jnp.maximum(page, 0)
+    for parts, out, scale_out in ((turn(k_ref, kv_head), k_out, k_scale_out),
+                                  (keep(v_ref, kv_head), v_out, v_scale_out)):
+        if is_scaled:
+            parts, scale = _quantized(parts, out.dtype)
+            store(scale_out.at[page, kv_head, place], scale, written)
+        for lane, part in parts:
+            mask = jnp.broadcast_to(written[:, None], part.shape)
+            store(out.at[page[:, None], place[:, None], kv_head, lane[None, :]], part.astype(out.dtype), mask)
+
+
+def _quantized(parts: Parts, dtype: jnp.dtype) -> tuple[Parts, jax.Array]:
+    """As `kv_pages.quantize`, for rows in parts."""
+    wide = [(lane, part.astype(jnp.float32)) for lane, part in parts]
+    highest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=1) for _, part in wide))
+    scale = jnp.where(highest > 0, highest / LARGEST[jnp.dtype(dtype)], 1.0)
+    stored = [(lane, part / scale[:, None]) for lane, part in wide]
+    if jnp.issubdtype(dtype, jnp.integer):
+        stored = [(lane, jnp.floor(part + 0.5)) for lane, part in stored]  # Triton has no rounding to even
+    return stored, scale
+
+
+def _lanes(count: int) -> list[jax.Array]:
+    """0 to count - 1 in runs of powers of two, the only sizes that Triton has: 40 is 32 and 8."""
+    runs, start = [], 0
+    for bit in reversed(range(count.bit_length())):
+        if count >> bit & 1:
+            runs.append(start + jnp.arange(1 << bit))
+            start += 1 << bit
+    return runs
