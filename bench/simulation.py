@@ -1,0 +1,165 @@
+"""The real scheduler, allocator and policies on a device that is only modelled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.common import spread
+from bench.traffic import Arrival
+from jaxpaged.messages import EngineRequest
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.policy import POLICIES, FcfsPolicy, Policy
+from jaxpaged.scheduling.request import Request
+from jaxpaged.scheduling.scheduler import Scheduler, SchedulerOutput
+
+_END = 1  # the id that ends an answer; all others are 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step: `base` for reading the weights, more for each token, more for each token of context read."""
+
+    base: float
+    per_token: float
+    per_context: float
+
+    def of(self, step: SchedulerOutput) -> float:
+        context = sum([piece.start + piece.num_tokens for piece in step.pieces])
+        return self.base + self.per_token * step.num_tokens + self.per_context * context
+
+
+def fit_step_time(samples: Sequence[tuple[int, int, float]]) -> StepTime:
+    """Least squares of the relative error over measured (tokens, context, seconds); no coefficient is negative."""
+    tokens, context, seconds = np.array(samples, np.float64).T
+    columns = np.stack([np.ones_like(tokens), tokens, context], axis=1) / seconds[:, None]
+    kept = [0, 1, 2]
+    while True:
+        found = np.linalg.lstsq(columns[:, kept], np.ones_like(seconds), rcond=None)[0]
+        if (found >= 0).all():
+            return StepTime(*(float(found[kept.index(index)]) if index in kept else 0.0 for index in range(3)))
+        kept.pop(int(found.argmin()))
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the engine is configured with, and how quick it is.
+
+    Attributes:
+        kv_tokens: tokens that the KV pool holds.
+        context: longest prompt and answer together.
+    """
+
+    step_time: StepTime
+    kv_tokens: int
+    context: int = 2048
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a request got, in seconds from its arrival."""
+
+    arrival: Arrival
+    first_token: float
+    end: float
+
+    @property
+    def normalised(self) -> float:
+        """Seconds per token of the answer, from arrival to end (as in Orca and vLLM's papers)."""
+        return self.end / self.arrival.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulated run.
+
+    Attributes:
+        mean_running: requests that ran at once, mean over the steps.
+        mean_filled: share of the KV pool that held tokens, mean over the steps.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    steps: int
+    preemptions: int
+    seconds: float
+    mean_running: float
+    mean_filled: float
+
+    def normalised_latency(self, priority: int | None = None) -> dict[str, float]:
+        """Mean, median and P99 of seconds per token, of all requests or of one priority."""
+        return spread([item.normalised for item in self.outcomes
+                       if priority is None or item.arrival.priority == priority])
+
+    def first_token(self) -> dict[str, float]:
+        """Mean, median and P99 of the seconds to the first token."""
+        return spread([item.first_token for item in self.outcomes])
+
+
+class _Reserved(FcfsPolicy):
+    """For blocks so large that nobody ever needs a second one."""
+
+    def growth_blocks(self, request: Request, block_size: int) -> int:
+        return 0
+
+
+def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -> Run:
+    """Serve the traffic until all of it is done.
+
+    Args:
+        policy: one of `POLICIES`, or "reserve": first come, first served in contiguous rooms of the maximum length,
+            which is nothing else than blocks of that size.
+    """
+    block_size = device.context if policy == "reserve" else device.block_size
+    allocator = BlockAllocator(device.kv_tokens // block_size + 1)
+    chosen: Policy = _Reserved() if policy == "reserve" else POLICIES[policy]()
+    scheduler = Scheduler(allocator, block_size=block_size, max_num_seqs=device.max_num_seqs,
+                          max_num_batched_tokens=device.max_num_batched_tokens, policy=chosen)
+    first: list[float | None] = [None] * len(traffic)
+    end = [0.0] * len(traffic)
+    in_flight: SchedulerOutput | None = None
+    now, arrived, steps, running, filled = 0.0, 0, 0, 0, 0
+    while arrived < len(traffic) or scheduler.has_unfinished() or in_flight is not None:
+        if not scheduler.has_unfinished() and in_flight is None:
+            now = max(now, traffic[arrived].time)
+        while arrived < len(traffic) and traffic[arrived].time <= now:
+            scheduler.add(_message(arrived, traffic[arrived], device.context))
+            arrived += 1
+        # As in the engine: a step is planned before the ids of the one before it are known.
+        step = scheduler.schedule(now)
+        if in_flight is not None:
+            now += device.step_time.of(in_flight)
+            steps += 1
+            running += scheduler.num_running
+            held, empty = scheduler.kv_slots()
+            filled += held - empty
+            for delta in scheduler.update(in_flight, _sampled(in_flight, traffic)):
+                index = int(delta.request_id)
+                if delta.token_ids and first[index] is None:
+                    first[index] = now
+                if delta.finish_reason is not None:
+                    end[index] = now
+        in_flight = step if step.pieces else None
+    outcomes = tuple(Outcome(item, (first[index] or 0.0) - item.time, end[index] - item.time)
+                     for index, item in enumerate(traffic))
+    return Run(outcomes, steps, scheduler.num_preemptions, now, running / steps, filled / steps / device.kv_tokens)
+
+
+def _message(index: int, arrival: Arrival, context: int) -> EngineRequest:
+    prompt = (index + 2, *(0,) * (arrival.prompt_tokens - 1))  # no two share a prefix
+    params = SamplingParams(expected_output_tokens=arrival.hint)
+    return EngineRequest(str(index), prompt, params, context - arrival.prompt_tokens, frozenset([_END]),
+                         arrival_time=arrival.time, priority=arrival.priority)
+
+
+def _sampled(step: SchedulerOutput, traffic: Sequence[Arrival]) -> list[int]:
+    ids = []
+    for piece in step.pieces:
+        if piece.samples:
+            request = piece.request
+            done = len(request.token_ids) - request.num_prompt_tokens
+            ids.append(_END if done + 1 >= traffic[int(request.request_id)].output_tokens else 0)
+    return ids
