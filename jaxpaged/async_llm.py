@@ -18,7 +18,7 @@ from jaxpaged.errors import EngineDeadError, OverloadedError, RequestError
 from jaxpaged.front import Front
 from jaxpaged.input_processor import ProcessedRequest
 from jaxpaged.llm import Prompt, in_memory_model, print_line
-from jaxpaged.messages import AbortRequests, EngineInfo, EngineOutputs, Shutdown
+from jaxpaged.messages import AbortRequests, EngineInfo, EngineOutputs, ResetPrefixCache, Shutdown
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -121,6 +121,11 @@ class AsyncLLM:
             self._inbox.put(AbortRequests(self._front.sequences(key)))
         elif key is not None:
             self._aborted.add(key)  # its prompt is still being read
+
+    async def reset_prefix_cache(self) -> bool:
+        """Share nothing that has been computed so far with later requests; always succeeds."""
+        self._inbox.put(ResetPrefixCache())
+        return True
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer."""

@@ -68,7 +68,7 @@ class EngineConfig:
                                      group="scheduling")
     max_num_batched_tokens: int | None = _flag(None, "most tokens in one step (default: 8192; 256 on CPU)",
                                                group="scheduling")
-    enable_prefix_caching: bool = _flag(False, "reuse the KV blocks of equal prompt prefixes", group="scheduling")
+    enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prompt prefixes", group="scheduling")
     enable_chunked_prefill: bool = _flag(True, "process long prompts in pieces beside running requests",
                                          group="scheduling")
     scheduling_policy: str = _flag("fcfs", "who runs next: first come, first served; the more important; or the "
@@ -135,7 +135,7 @@ class EngineConfig:
 
 
 NOT_SUPPORTED = (
-    "quantization", "load_format", "swap_space", "preemption_mode", "compiled", "enable_prefix_caching",
+    "quantization", "load_format", "swap_space", "preemption_mode", "compiled",
     "enable_chunked_prefill", "batch_invariant", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel",
 )

@@ -48,6 +48,7 @@ class Engine:
             max_num_batched_tokens=ready.info.max_num_batched_tokens,
             step_sizes=ready.shape.sizes,
             policy=POLICIES[config.scheduling_policy](),
+            prefix_caching=config.enable_prefix_caching,
         )
         self._seed = config.seed
         self._num_seeded = 0
@@ -111,6 +112,7 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             blocks_used=self._allocator.num_used,
+            blocks_cached=self._allocator.num_kept,
             kv_slots_held=held,
             kv_slots_empty=empty,
             num_preemptions=self._scheduler.num_preemptions,
@@ -124,6 +126,11 @@ class Engine:
             ConfigError: the tree, a shape or a dtype is not that of the loaded weights.
         """
         self._runner.replace_params(params)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Share nothing that has been computed so far with later requests."""
+        self._scheduler.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Assert that the books on blocks, slots and queues agree."""

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 
 from jaxpaged.engine import Engine
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import AbortRequests, EngineOutputs, EngineRequest, Shutdown, TokenDelta
+from jaxpaged.messages import AbortRequests, EngineOutputs, EngineRequest, ResetPrefixCache, Shutdown, TokenDelta
 
-Message = EngineRequest | AbortRequests | Shutdown
+Message = EngineRequest | AbortRequests | ResetPrefixCache | Shutdown
 
 
 def run_engine_loop(
@@ -25,6 +25,9 @@ def run_engine_loop(
                 return
             if isinstance(message, AbortRequests):
                 engine.abort(message.request_ids)
+                continue
+            if isinstance(message, ResetPrefixCache):
+                engine.reset_prefix_cache()
                 continue
             try:
                 engine.add_request(message)

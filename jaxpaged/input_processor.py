@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 MAX_PRIORITY = 2**31 - 1
 _CODE = "context_length_exceeded"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_SALT_CHARS = 1024
 # Keys of a generation_config.json that set defaults, and the sampling parameters that they set.
 _GENERATION_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
@@ -77,17 +78,18 @@ class InputProcessor:
 
     def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
                 add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
-                priority: int = 0) -> ProcessedRequest:
+                priority: int = 0, cache_salt: str | None = None) -> ProcessedRequest:
         """Turn one prompt into requests for the engine.
 
         Args:
             prompt: text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}; with both keys the ids count and
-                the text is only kept.
+                the text is only kept. A third key, "cache_salt", is the argument of that name.
             params: None for the model's defaults.
             add_special_tokens: let the tokenizer add what it adds to a text, such as a beginning token.
             lower_max_tokens: where max_tokens does not fit, lower it; for a max_tokens that is only a default.
             arrival_time: seconds of `time.monotonic()`, where it is not now.
             priority: the smaller is served first.
+            cache_salt: prefixes are shared only with requests of the same salt.
 
         Raises:
             RequestError: the prompt or a parameter cannot be used; `param` names the field.
@@ -98,6 +100,9 @@ class InputProcessor:
         params.check_supported()
         self._check_logprobs(params)
         self._check_priority(priority)
+        if isinstance(prompt, Mapping) and cache_salt is None:
+            cache_salt = prompt.get("cache_salt")
+        check_cache_salt(cache_salt)
         text, ids = self._prompt(prompt, add_special_tokens)
         max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
         eos = frozenset() if params.ignore_eos else self._eos
@@ -106,7 +111,7 @@ class InputProcessor:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         sequences = tuple(
             EngineRequest(sequence_id, ids, params, max_tokens, stop_token_ids, eos, seed, choice, arrival_time,
-                          priority)
+                          priority, cache_salt)
             for choice, sequence_id in enumerate(sequence_ids(request_id, params.n)))
         return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
 
@@ -141,9 +146,10 @@ class InputProcessor:
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Mapping):
-            unknown = next((key for key in prompt if key not in ("prompt", "prompt_token_ids")), None)
+            unknown = next((key for key in prompt if key not in ("prompt", "prompt_token_ids", "cache_salt")), None)
             if unknown is not None:
-                raise NotSupportedError("a prompt holds prompt or prompt_token_ids, and nothing else", param="prompt")
+                raise NotSupportedError("a prompt holds prompt or prompt_token_ids, cache_salt, and nothing else",
+                                        param="prompt")
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif prompt is not None:
             ids = prompt
@@ -224,6 +230,16 @@ class InputProcessor:
         if self._tokenizer is None:
             raise RequestError("there is no tokenizer; give token ids", param=param)
         return self._tokenizer
+
+
+def check_cache_salt(salt: object) -> None:
+    """Check the salt of a request's prefixes.
+
+    Raises:
+        RequestError: it is neither None nor a text of 1 to 1024 characters.
+    """
+    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARS):
+        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class LLM:
         self._live_engine().update_weights(params)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; there are none yet, so this always succeeds."""
+        """Share nothing that has been computed so far with later requests; always succeeds."""
+        self._live_engine().reset_prefix_cache()
         return True
 
     def beam_search(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,8 @@ class EngineRequest:
         eos_token_ids: the model's end ids alone; a stop on one of them reports no `stop_reason`.
         max_tokens: resolved by the sender; prompt and max_tokens together fit the context.
         seed: resolved seed of 64 bits, or None for one of the engine's choice.
+        cache_salt: requests share prefixes only with those of the same salt.
+        skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
     """
 
     request_id: str
@@ -33,6 +35,8 @@ class EngineRequest:
     choice: int = 0
     arrival_time: float = 0.0
     priority: int = 0
+    cache_salt: str | None = None
+    skip_prefix_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,11 @@ class AbortRequests:
     """Stop these requests now; unknown or finished ids are ignored."""
 
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Share nothing that has been computed so far with later requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,7 @@ class TokenDelta(NamedTuple):
 class EngineStats:
     """State of the engine after a step; counters are totals since its start.
 
+    `blocks_cached` are free, but hold content that a request may share.
     `kv_slots_held_sum` and `kv_slots_empty_sum` add up the two gauges over all steps, for a mean over a run.
     `step_seconds` holds (kind, seconds) of the steps since the last message, kind being "decode", "prefill" or "mixed";
     `step_tokens` the number of real tokens in each.
@@ -96,6 +106,7 @@ class EngineStats:
     num_waiting: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    blocks_cached: int = 0
     kv_slots_held: int = 0
     kv_slots_empty: int = 0
     kv_slots_held_sum: int = 0

@@ -116,7 +116,7 @@ class Api:
 
         def prepare(request_id: str, prompt: object) -> ProcessedRequest:
             return self._inputs.process(request_id, prompt, params, add_special_tokens=add_special,
-                                        priority=body.priority or 0)
+                                        priority=body.priority or 0, cache_salt=body.cache_salt)
 
         return await self._answer(request, body, params, _prompts(body.prompt), prepare)
 
@@ -132,7 +132,8 @@ class Api:
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
             prompt = self._inputs.render_chat(messages, tools=use.tools, **body.template_options)
-            return self._inputs.process(request_id, prompt, params, priority=body.priority or 0)
+            return self._inputs.process(request_id, prompt, params, priority=body.priority or 0,
+                                        cache_salt=body.cache_salt)
 
         # An answer that is held to a form has no room for reasoning.
         reasons = config.reasoning_parser if params.structured_outputs is None else None

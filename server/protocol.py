@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from jaxpaged.errors import ContextLengthError, NotSupportedError, OverloadedError, RequestError
+from jaxpaged.input_processor import check_cache_salt
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jaxpaged.server.chat_tools import ToolUse
@@ -28,7 +29,7 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "documents": ([],), "chat_template": (), "truncate_prompt_tokens": (),
-    "cache_salt": (), "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
+    "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (), "adapter_id": (),
 }
 # Fields of OpenAI that describe the caller, not the text: nothing is done with them, and no log line is due.
@@ -76,6 +77,7 @@ class _Request(BaseModel):
     include_stop_str_in_output: bool | None = None
     expected_output_tokens: int | None = None
     add_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     return_token_ids: bool | None = Field(None, description="add the ids of the prompt and of each choice")
     priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
     request_id: str | None = Field(None, description="becomes part of the answer's id")
@@ -97,6 +99,7 @@ class _Request(BaseModel):
             if self.stream_options.continuous_usage_stats:
                 raise NotSupportedError("stream_options.continuous_usage_stats is not supported yet; leave it out",
                                         param="stream_options")
+        check_cache_salt(self.cache_salt)
         if self.request_id is not None and not (
                 0 < len(self.request_id) <= MAX_REQUEST_ID_CHARS and self.request_id.isprintable()):
             raise RequestError(f"request_id must hold 1 to {MAX_REQUEST_ID_CHARS} printable characters",

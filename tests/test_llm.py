@@ -353,7 +353,7 @@ def test_unknown_engine_arguments_are_refused_with_a_suggestion(model_path: Path
 
 
 @pytest.mark.parametrize("arguments", [
-    {"tensor_parallel_size": 2}, {"enable_prefix_caching": True}, {"quantization": "awq"},
+    {"tensor_parallel_size": 2}, {"quantization": "awq"},
     {"scheduling_policy": "shortest"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"},
     {"load_format": "gguf"},
 ], ids=str)
@@ -423,6 +423,7 @@ def test_an_interrupt_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPa
 
 
 def test_metrics_count(llm: LLM) -> None:
+    assert llm.reset_prefix_cache()
     before = llm.get_metrics()
     llm.generate([[1] * 20, [2] * 5], SamplingParams(n=2, max_tokens=6, ignore_eos=True), use_tqdm=False)
     after = llm.get_metrics()
@@ -431,6 +432,7 @@ def test_metrics_count(llm: LLM) -> None:
     assert gained["vllm:request_success"] == 2
     assert gained["vllm:e2e_request_latency_seconds_count"] == 2
     assert gained["vllm:iteration_tokens_total_sum"] == 2 * (20 + 5) + 4 * 5
+    assert gained["vllm:prefix_cache_queries"] == 25 and gained["vllm:prefix_cache_hits"] == 0
     assert gained["jaxpaged:compilations"] == 0
     assert 0 < after["jaxpaged:kv_internal_fragmentation_ratio_mean"] < 1
 

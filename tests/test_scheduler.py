@@ -1,12 +1,14 @@
 """The real scheduler and allocator against a naive device, which executes every piece token by token.
 
-The device keeps keys as plain tuples, so that each token can be seen to attend to exactly its own past: a wrong id,
-position, block or slot shows up where it happens. What a request must give in the end is computed without any of it.
+The device keeps with each token a digest of all tokens before it, so that each token can be seen to attend to exactly
+its own past, whoever has computed that: a wrong id, position, block or slot shows up where it happens. What a request
+must give in the end is computed without any of it.
 """
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,7 +21,7 @@ from jaxpaged.outputs import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
 from jaxpaged.scheduling.request import Request, RequestStatus
-from jaxpaged.scheduling.scheduler import FAILED_TOKEN, Scheduler, SchedulerOutput
+from jaxpaged.scheduling.scheduler import FAILED_TOKEN, ScheduledPiece, Scheduler, SchedulerOutput
 
 VOCAB = 16
 EOS = 3
@@ -65,6 +67,15 @@ def expected_ending(message: EngineRequest, model: Model) -> Ending:
             return Ending(out, "length")
 
 
+@dataclass(frozen=True)
+class Cell:
+    """What the device keeps of one token: its id, a digest of it and all before it, and the time of writing."""
+
+    token: int
+    history: int
+    generation: int
+
+
 class NaiveDevice:
     """Runs steps in the order of their dispatch."""
 
@@ -72,18 +83,24 @@ class NaiveDevice:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.model = model
-        self.kv: dict[tuple[int, int], tuple[Request, int, int]] = {}
+        self.kv: dict[tuple[int, int], Cell] = {}
         self.table: list[dict[int, int]] = [{} for _ in range(num_slots)]
         self.last_id = [0] * num_slots
         self.owner: list[Request | None] = [None] * num_slots
+        self.generation = 0  # of the prefix cache
+        self.admitted = [0] * num_slots
+        self.num_computed = 0
 
     def run(self, step: SchedulerOutput) -> list[int]:
         sampled = []
         for piece in step.pieces:
             assert piece.num_tokens > 0 and len(piece.token_ids) in (piece.num_tokens, piece.num_tokens - 1)
             if piece.admit:
-                assert piece.start == 0
+                assert bool(piece.table) == (piece.start > 0)
                 self.owner[piece.slot] = piece.request
+                self.admitted[piece.slot] = self.generation
+            if piece.table:
+                self.table[piece.slot] = dict(enumerate(piece.table))
             assert self.owner[piece.slot] is piece.request, "the slot holds the sampling parameters of another request"
             blocks = iter(piece.blocks)
             for index in range(piece.num_tokens):
@@ -92,27 +109,33 @@ class NaiveDevice:
                 position = piece.start + index
                 if position % self.block_size == 0:
                     self.table[piece.slot][position // self.block_size] = next(blocks)
-                self._write(piece.slot, piece.request, position, token)
-                seen = self._read(piece.slot, piece.request, position)
+                seen = self._read(piece, position)
+                self._write(piece, position, token, seen)
+                self.num_computed += 1
             assert next(blocks, None) is None, "a block too many"
             if piece.samples:
-                token = self.model(seen)
+                token = self.model([*seen, token])
                 self.last_id[piece.slot] = max(token, 0)
                 sampled.append(token)
         return sampled
 
-    def _write(self, slot: int, request: Request, position: int, token: int) -> None:
-        block = self.table[slot][position // self.block_size]
+    def _write(self, piece: ScheduledPiece, position: int, token: int, seen: Sequence[int]) -> None:
+        block = self.table[piece.slot][position // self.block_size]
         assert block != NULL_BLOCK and 0 < block < self.num_blocks
-        self.kv[block, position % self.block_size] = request, position, token
+        history = self._history(piece.request, [*seen, token])
+        self.kv[block, position % self.block_size] = Cell(token, history, self.generation)
 
-    def _read(self, slot: int, request: Request, position: int) -> list[int]:
+    def _read(self, piece: ScheduledPiece, end: int) -> list[int]:
         tokens = []
-        for place in range(position + 1):
-            owner, held, token = self.kv[self.table[slot][place // self.block_size], place % self.block_size]
-            assert owner is request and held == place, f"position {place} was overwritten"
-            tokens.append(token)
+        for place in range(end):
+            cell = self.kv[self.table[piece.slot][place // self.block_size], place % self.block_size]
+            tokens.append(cell.token)
+            assert cell.history == self._history(piece.request, tokens), f"position {place} is of another sequence"
+            assert cell.generation >= self.admitted[piece.slot], "content from before the last reset was shared"
         return tokens
+
+    def _history(self, request: Request, tokens: Sequence[int]) -> int:
+        return hash((request.message.cache_salt, tuple(tokens)))
 
 
 class Harness:
@@ -120,13 +143,14 @@ class Harness:
 
     def __init__(
         self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, sizes: Sequence[int] | None = None,
-        model: Model = any_token,
+        model: Model = any_token, prefix_caching: bool = True,
     ) -> None:
         self.block_size, self.budget, self.model = block_size, budget, model
         self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
         self.allocator = BlockAllocator(num_blocks)
         self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs,
-                                   max_num_batched_tokens=budget, step_sizes=self.sizes)
+                                   max_num_batched_tokens=budget, step_sizes=self.sizes,
+                                   prefix_caching=prefix_caching)
         self.device = NaiveDevice(block_size, num_blocks, max_num_seqs, model)
         self.in_flight: tuple[SchedulerOutput, list[int]] | None = None
         self.messages: dict[str, EngineRequest] = {}
@@ -141,10 +165,10 @@ class Harness:
     def capacity(self) -> int:
         return self.allocator.num_usable * self.block_size
 
-    def add(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> str:
+    def add(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), **more: Any) -> str:
         name = f"r{len(self.messages)}"
-        message = EngineRequest(name, tuple(prompt), SamplingParams(), max_tokens,
-                                stop_token_ids=frozenset(stop), eos_token_ids=frozenset([EOS]))
+        message = EngineRequest(name, tuple(prompt), SamplingParams(), max_tokens, stop_token_ids=frozenset(stop),
+                                eos_token_ids=frozenset([EOS]), **more)
         self.messages[name], self.endings[name] = message, Ending()
         self.live.append(name)
         self.bound += len(prompt) + max_tokens + 3
@@ -173,6 +197,11 @@ class Harness:
         self.in_flight = None if sampled is None else (step, sampled)
         self.check()
         return step
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.device.generation += 1
+        self.check()
 
     def drain(self) -> None:
         """Run until everything has ended, and compare all of it."""
@@ -204,11 +233,10 @@ class Harness:
         assert step.num_tokens <= max(self.sizes), "no step size holds this step"
         assert len({piece.slot for piece in pieces}) == len(pieces)
         names = [piece.request.request_id for piece in pieces]
-        assert names == sorted(names, key=self.live.index), "pieces are not in order of arrival"
         for piece in pieces:
             request = piece.request
             assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "blocks held without need"
-        if self.live and self.live[0] not in names:
+        if self.live and self._status(self.live[0]) is RequestStatus.RUNNING and self.live[0] not in names:
             oldest = self.requests[self.live[0]]
             assert oldest.num_output_tokens == oldest.message.max_tokens, "the oldest request has to wait"
 
@@ -228,8 +256,14 @@ class Harness:
             ending.finish_reason = delta.finish_reason
             ending.stop_reason, ending.error = delta.stop_reason, delta.error
             ending.scheduled_times += delta.scheduled_time is not None
+            self._check_cached(delta)
             if delta.finish_reason is not None:
                 self.live.remove(delta.request_id)
+
+    def _check_cached(self, delta: TokenDelta) -> None:
+        cached, message = delta.num_cached_tokens, self.messages[delta.request_id]
+        assert cached % self.block_size == 0 and 0 <= cached < len(message.prompt_token_ids)
+        assert not cached or not message.skip_prefix_read
 
     def _check_ending(self, found: Ending, wanted: Ending, aborted: bool) -> None:
         if aborted:
@@ -248,22 +282,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 14), block_size=st.sampled_from([1, 2, 4, 16]), max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 2, 3, 7, 16, 33, 80]), ladder=st.sampled_from(["cpu", "cuda", "sparse", "none"]),
+        prefix_caching=st.sampled_from([True, True, False]),
     )
-    def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str) -> None:
+    def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str,
+              prefix_caching: bool) -> None:
         sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
         self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
-                               sizes=sizes.get(ladder) or step_sizes(budget, ladder))
+                               sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
-        room = min(self.harness.capacity, 48)
+        """New tokens, often after the beginning of a text that is there already."""
+        harness = self.harness
+        room = min(harness.capacity, 160)
         if room < 2:
             return
         length = data.draw(st.integers(1, room - 1), "prompt length")
         max_tokens = data.draw(st.integers(1, min(room - length, 20)), "max_tokens")
-        prompt = data.draw(st.binary(min_size=length, max_size=length), "prompt")
+        texts = [[*message.prompt_token_ids, *harness.endings[name].token_ids]
+                 for name, message in harness.messages.items()]
+        prompt = data.draw(st.sampled_from([[], *texts[-4:]]), "text")[: data.draw(st.integers(0, length), "shared")]
+        rest = length - len(prompt)
+        prompt += [token % VOCAB for token in data.draw(st.binary(min_size=rest, max_size=rest), "prompt")]
         stop = data.draw(st.sampled_from([(), (EOS,), (EOS, 5)]), "stop")
-        self.harness.add([token % VOCAB for token in prompt], max_tokens, stop)
+        salt = data.draw(st.sampled_from([None, None, "a", "b"]), "salt")
+        harness.add(prompt, max_tokens, stop, cache_salt=salt, skip_prefix_read=data.draw(st.integers(0, 9)) == 9)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.harness.reset_prefix_cache()
 
     @rule(count=st.integers(1, 5))
     def step(self, count: int) -> None:
@@ -320,7 +367,7 @@ def test_half_done_prefills_do_not_block_one_another() -> None:
 def test_nobody_is_let_in_only_to_be_thrown_out_by_the_next_block_of_an_older_request() -> None:
     harness = Harness(num_blocks=5, block_size=4, max_num_seqs=2, budget=32, model=plain_token)
     for length in (4, 12):
-        harness.add([1] * length, 4)
+        harness.add([length] * length, 4)
     harness.drain()
     assert harness.scheduler.num_preemptions == 0
 

@@ -119,7 +119,7 @@ def test_old_flags_are_accepted_with_one_warning_each() -> None:
 def test_flags_from_a_file_yield_to_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text("model: M\nport: 1\nmax-model-len: 64\nserved_model_name: [a, 'b c']\nhf-overrides: {x: 1}\n"
-                    "enable-prefix-caching: false\ndisable-log-stats: true\ndisable-access-log: false\nrevision:\n"
+                    "enable-prefix-caching: true\ndisable-log-stats: true\ndisable-access-log: false\nrevision:\n"
                     "use-v2-block-manager: true\n")
     arguments = parse_args(["N", "--config", str(file), "--port", "2"])
     assert arguments.engine == EngineConfig(model="N", max_model_len=64, hf_overrides={"x": 1})

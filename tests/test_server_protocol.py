@@ -80,7 +80,7 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
     ("use_beam_search", True), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_regex", "a"),
     ("guided_choice", ["a"]), ("response_format", {"type": "json_object"}),
     ("functions", [{}]), ("truncate_prompt_tokens", 5),
-    ("cache_salt", "x"), ("chat_template", "{{x}}"), ("best_of", 2), ("presence_penalty", 0.5),
+    ("chat_template", "{{x}}"), ("best_of", 2), ("presence_penalty", 0.5),
     ("frequency_penalty", 0.5), ("repetition_penalty", 1.5), ("min_tokens", 2), ("early_stopping", True),
 ])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])

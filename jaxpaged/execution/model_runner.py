@@ -1,6 +1,6 @@
 """Runs scheduled steps on the device; owns the weights, the pools and the slots' state there."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.logprobs import unpack_row
-from jaxpaged.execution.programs import ADMIT_SIZES, Params, ProgramSet, StepShape
+from jaxpaged.execution.programs import ADMIT_SIZES, TABLE_ROWS, Params, ProgramSet, StepShape
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_input import pad_step
@@ -105,6 +105,9 @@ class ModelRunner:
         admitted = [(piece.request.message, piece.slot) for piece in step.pieces if piece.admit]
         for first in range(0, len(admitted), ADMIT_SIZES[-1]):
             self._admit(admitted[first : first + ADMIT_SIZES[-1]])
+        tables = [(piece.slot, piece.table) for piece in step.pieces if piece.table]
+        for first in range(0, len(tables), TABLE_ROWS):
+            self._write_tables(tables[first : first + TABLE_ROWS])
         size = shape.size_for(step.num_tokens)
         buffer = pad_step(step, size=size, num_samples=shape.samples_of(size), null_slot=shape.max_num_seqs,
                           block_size=shape.block_size)
@@ -141,3 +144,11 @@ class ModelRunner:
         slots = np.full(size, self._shape.max_num_seqs, np.int32)
         slots[: len(requests)] = [slot for _, slot in requests]
         self._sampling = self._programs.get(("admit", size))(self._sampling, rows, slots)
+
+    def _write_tables(self, tables: Sequence[tuple[int, Sequence[int]]]) -> None:
+        rows = np.zeros((TABLE_ROWS, self._shape.table_width), np.int32)
+        slots = np.full(TABLE_ROWS, self._shape.max_num_seqs, np.int32)  # the null slot's row stays zero
+        for row, (slot, blocks) in enumerate(tables):
+            slots[row] = slot
+            rows[row, : len(blocks)] = blocks
+        self._block_table = self._programs.get(("table", TABLE_ROWS))(self._block_table, rows, slots)

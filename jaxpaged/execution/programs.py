@@ -1,8 +1,8 @@
 """The closed set of compiled programs: nothing else runs on the device after start-up.
 
 `forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `sample_full[B]` does so in steps where
-a row wants more than a draw, `admit[n]` writes n slots. They are
-ahead-of-time executables, which refuse a new shape instead of compiling for it.
+a row wants more than a draw, `admit[n]` writes n slots, `table[n]` the block-table rows of n slots whose first blocks
+are there already. They are ahead-of-time executables, which refuse a new shape instead of compiling for it.
 """
 
 import logging
@@ -39,6 +39,7 @@ ProgramName = tuple[str, int]
 Params = dict[Any, Any]
 
 ADMIT_SIZES = (1, 8)
+TABLE_ROWS = 8
 COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "cpu": {},
     "cuda": {
@@ -143,6 +144,7 @@ class ProgramSet:
             *(("forward", size) for size in reversed(sizes)),
             *((kind, count) for kind in ("sample_full", "sample") for count in reversed(samples)),
             *(("admit", count) for count in ADMIT_SIZES),
+            ("table", TABLE_ROWS),
         )
 
     def compile_all(self, done: Callable[[ProgramName], None]) -> None:
@@ -182,8 +184,11 @@ class ProgramSet:
     def _lowered(self, kind: str, count: int) -> jax.stages.Lowered:
         slots = self._shape.max_num_seqs + 1
         ids = self._spec((slots,), jnp.int32)
+        table = self._spec((slots, self._shape.table_width), jnp.int32)
+        if kind == "table":
+            rows = self._spec((count, self._shape.table_width), jnp.int32)
+            return jax.jit(_write_table, donate_argnums=0).lower(table, rows, self._spec((count,), jnp.int32))
         if kind == "forward":
-            table = self._spec((slots, self._shape.table_width), jnp.int32)
             packed = self._spec((4 * count + self._shape.samples_of(count),), jnp.int32)
             pools = jax.tree.map(pool_spec, self._pools)
             spread = self.placement.spread(
@@ -279,3 +284,7 @@ def _sample_full(
 
 def _admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> SamplingState:
     return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), state, rows)
+
+
+def _write_table(block_table: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
+    return block_table.at[slot].set(rows)

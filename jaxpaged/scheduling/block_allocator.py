@@ -1,10 +1,11 @@
 """Which blocks are free and how many owners each has.
 
-Block 0 is the null block: padding rows write there and nobody owns it.
+Block 0 is the null block: padding rows write there and nobody owns it. A free block may still hold content that
+somebody might ask for again; such blocks are handed out last, the one that has been free longest first.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 NULL_BLOCK = 0
 
@@ -14,12 +15,18 @@ class BlockAllocator:
 
     Args:
         num_blocks: blocks in the pool, the null block included.
+
+    Attributes:
+        on_evict: called with each kept block that is handed out for something else, before it is.
     """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
+        self.on_evict: Callable[[int], None] = lambda block: None
         self._free = deque(range(1, num_blocks))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # free, with content; least recently freed first
+        self._has_content = bytearray(num_blocks)
         self._owners = [0] * num_blocks
 
     @property
@@ -29,14 +36,20 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks without owners, with content or without."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Free blocks with content."""
+        return len(self._kept)
 
     @property
     def num_used(self) -> int:
         return self.num_usable - self.num_free
 
     def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
+        return count <= len(self._free) + len(self._kept)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one owner each; all or none.
@@ -44,16 +57,23 @@ class BlockAllocator:
         Returns:
             The block ids. The caller has asked `can_allocate` first.
         """
-        assert self.can_allocate(count), f"asked for {count} blocks, {len(self._free)} are free"
-        blocks = [self._free.popleft() for _ in range(count)]
+        assert self.can_allocate(count), f"asked for {count} blocks, {self.num_free} are free"
+        blocks = [self._free.popleft() for _ in range(min(count, len(self._free)))]
+        while len(blocks) < count:
+            block, _ = self._kept.popitem(last=False)
+            self.on_evict(block)
+            self._has_content[block] = False
+            blocks.append(block)
         for block in blocks:
             self._owners[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add an owner to each of these owned blocks."""
+        """Add an owner to each of these blocks, which have owners or content."""
         for block in blocks:
-            assert self._owners[block] > 0, f"block {block} has no owner to share with"
+            if not self._owners[block]:
+                assert self._has_content[block], f"block {block} has no owner to share with, and no content"
+                del self._kept[block]
             self._owners[block] += 1
 
     def num_owners(self, block: int) -> int:
@@ -65,14 +85,35 @@ class BlockAllocator:
             assert self._owners[block] > 0, f"block {block} is freed without an owner"
             self._owners[block] -= 1
             if self._owners[block] == 0:
-                self._free.append(block)
+                if self._has_content[block]:
+                    self._kept[block] = None
+                else:
+                    self._free.append(block)
+
+    def keep(self, block: int) -> None:
+        """Note that an owned block holds content worth keeping once it is free."""
+        assert self._owners[block] > 0, f"block {block} has no owner"
+        self._has_content[block] = True
+
+    def discard(self, block: int) -> None:
+        """Note that nobody will ask for a block's content any more."""
+        self._has_content[block] = False
+        if block in self._kept:
+            del self._kept[block]
+            self._free.append(block)
+
+    def blocks_with_content(self) -> set[int]:
+        """Blocks, free or not, whose content is kept."""
+        return {block for block in range(self.num_blocks) if self._has_content[block]}
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Assert that the books agree with the tables of all live requests: every owner counted, no block lost."""
         owners = Counter(block for table in block_tables for block in table)
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        free = {*self._free, *self._kept}
+        assert len(free) == self.num_free, "a block is free twice"
         assert NULL_BLOCK not in free and owners[NULL_BLOCK] == 0, "the null block is in use"
+        assert all(self._has_content[block] for block in self._kept), "a kept block has no content"
+        assert not any(self._has_content[block] for block in self._free), "a block with content is among the empty ones"
         for block in range(1, self.num_blocks):
             count = self._owners[block]
             assert count == owners[block], f"block {block}: {count} owners on the books, {owners[block]} in the tables"

@@ -32,6 +32,11 @@ class Request:
         block_table: blocks in order of position; only ever appended to while RUNNING.
         predicted_length: tokens that a policy expects it to have in the end; 0 where none does.
         slot: index of its device-side state while RUNNING, else -1.
+        new_in_slot: no piece has been made since it got its slot.
+        block_keys: prefix-cache keys of its first full blocks, as far as anybody has asked.
+        num_keyed: blocks of the table whose content the prefix cache has been told.
+        num_cached: prompt tokens that the prefix cache spared it when it was first let in.
+        num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
     """
 
@@ -46,6 +51,11 @@ class Request:
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     slot: int = -1
+    new_in_slot: bool = False
+    block_keys: list[bytes] = field(default_factory=list)
+    num_keyed: int = 0
+    num_cached: int = 0
+    num_passed: int = 0
     scheduled_time: float | None = None
     full_sampling: bool = False
     predicted_length: int = 0

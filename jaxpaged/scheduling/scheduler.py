@@ -1,8 +1,11 @@
 """Decides which tokens each step computes.
 
 There is no prefill and no decode: a request has tokens, some of them are computed, and every step spends its token
-budget on the difference, oldest request first. Chunked prefill and recomputation after preemption follow from that.
-The scheduler runs one step ahead of the ids it has seen: a dispatched step that samples counts as one assumed token.
+budget on the difference. Chunked prefill, prefix hits and recomputation after preemption follow from that. The
+scheduler runs one step ahead of the ids it has seen: a dispatched step that samples counts as one assumed token.
+
+A step first goes on with every running request that lacks one token; what is left of the budget goes to prompts. One
+that would take all of it leaves half to shorter ones, so that neither do they wait for a long prompt nor it for them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +15,11 @@ from typing import NamedTuple
 from jaxpaged.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.outputs import FinishReason
 from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.kv_manager import KVManager, Prefix
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
 from jaxpaged.scheduling.request import Request, RequestStatus
 from jaxpaged.scheduling.sorted_requests import SortedRequests
+from jaxpaged.scheduling.step_plan import STEP_OVERHEAD_TOKENS, StepPlan
 
 FINISH_REASONS: dict[RequestStatus, FinishReason] = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -25,8 +30,10 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 FAILED_TOKEN = -1  # what the sampler returns for a row whose logits are not finite
 
-# A step's time grows as its tokens plus about this many, on CPU as on GPU: the weights are read whatever the batch.
-STEP_OVERHEAD_TOKENS = 64
+# A request that does not fit may be passed by so many others before nobody is let in until it fits.
+MAX_PASSED = 16
+# Waiting requests that one step looks at.
+LOOK_AHEAD = 64
 
 
 class ScheduledPiece(NamedTuple):
@@ -40,6 +47,7 @@ class ScheduledPiece(NamedTuple):
         samples: whether the step samples the token after the piece's last.
         blocks: the block of each position in the piece that begins a block, in order.
         admit: the piece is the first since the request got its slot.
+        table: all blocks of the request where the slot's columns before `start` have to be written, else empty.
     """
 
     request: Request
@@ -50,6 +58,7 @@ class ScheduledPiece(NamedTuple):
     samples: bool
     blocks: Sequence[int]
     admit: bool
+    table: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step.
         step_sizes: ascending numbers of tokens that a step can have after padding.
         policy: who comes first and who has to go; first come, first served if not given.
+        prefix_caching: share the blocks of equal beginnings.
     """
 
     def __init__(
@@ -93,8 +103,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         step_sizes: Sequence[int] = (),
         policy: Policy | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         self._allocator = allocator
+        self._kv = KVManager(allocator, block_size, prefix_caching=prefix_caching)
         self._block_size = block_size
         self._budget = max_num_batched_tokens
         self._step_sizes = tuple(step_sizes)
@@ -105,6 +117,7 @@ class Scheduler:
         self._running = SortedRequests(self._policy.running_key)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+        self._plan = StepPlan(0)
         self.num_preemptions = 0
 
     @property
@@ -121,7 +134,7 @@ class Scheduler:
     def add(self, message: EngineRequest) -> None:
         """Queue a request."""
         assert message.request_id not in self._requests, f"request id {message.request_id} is already live"
-        needed = self._blocks_for(len(message.prompt_token_ids) + message.max_tokens)
+        needed = self._kv.blocks_for(len(message.prompt_token_ids) + message.max_tokens)
         assert needed <= self._allocator.num_usable, f"{needed} blocks can never be had"
         request = Request(message, self._arrivals)
         self._arrivals += 1
@@ -130,25 +143,15 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Plan the next step and take what it needs; empty when nothing can run now."""
-        planned: list[tuple[Request, int]] = []
-        budget = self._budget
-        index = 0
-        while index < len(self._running) and budget:
-            request = self._running[index]
-            index += 1
-            count = min(request.num_to_compute, budget)
-            if count and self._make_room(request, count):
-                planned.append((request, count))
-                budget -= count
-        while budget and self._can_admit():
-            request = self._waiting[0]
-            self._admit(request, now)
-            count = min(request.num_to_compute, budget)
-            self._take_blocks(request, count)
-            planned.append((request, count))
-            budget -= count
-        pieces = tuple(self._commit(request, count) for request, count in self._fit_step_size(planned))
-        return SchedulerOutput(pieces, sum(piece.num_tokens for piece in pieces))
+        self._plan = plan = StepPlan(self._budget)
+        prefills = self._plan_decodes()
+        self._plan_prefills(prefills)
+        self._admit_waiting(prefills, now)
+        self._plan_rest(prefills)
+        plan.fit(self._step_sizes)
+        pieces = tuple([self._commit(request, count) for request, count in plan.counts.items()])
+        self._kv.end_plan()
+        return SchedulerOutput(pieces, self._budget - plan.left)
 
     def update(
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
@@ -180,6 +183,10 @@ class Scheduler:
         live = [self._requests[request_id] for request_id in wanted if request_id in self._requests]
         return [self._finish(request, RequestStatus.FINISHED_ABORTED) for request in live]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of all blocks: nothing computed so far is shared with a later request."""
+        self._kv.reset_prefix_cache(self._requests.values())
+
     def is_live(self, request_id: str) -> bool:
         return request_id in self._requests
 
@@ -187,105 +194,215 @@ class Scheduler:
         return list(self._requests)
 
     def kv_slots(self) -> tuple[int, int]:
-        """KV slots held by requests, and how many of them are empty.
+        """KV slots held by requests, shared ones once, and how many of them are empty.
 
         A slot reserved for a step in flight counts as filled.
         """
-        held = sum(len(request.block_table) for request in self._running) * self._block_size
-        return held, held - sum(request.num_computed for request in self._running)
+        empty = sum([len(request.block_table) * self._block_size - request.num_computed for request in self._running])
+        return self._allocator.num_used * self._block_size, empty
 
     def check_integrity(self) -> None:
         """Assert that blocks, slots and queues agree."""
-        self._allocator.check_integrity(request.block_table for request in self._requests.values())
+        self._kv.check_integrity(self._requests.values())
         slots = [request.slot for request in self._running] + self._free_slots
         assert len(slots) == len(set(slots)) == self._num_slots and -1 not in slots, f"slots in use and free: {slots}"
         assert len(self._requests) == len(self._waiting) + len(self._running), "a request is in no queue, or in two"
         for request in self._running:
             assert request.status is RequestStatus.RUNNING, f"{request.status!r} among the running"
-            assert len(request.block_table) >= self._blocks_for(request.num_computed), "computed tokens without blocks"
+            assert len(request.block_table) >= self._kv.blocks_for(request.num_computed), "computed tokens, no blocks"
         for request in self._waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.status!r} waits"
             assert request.slot == -1 and not request.block_table, "a waiting request owns something"
         for queue in (self._waiting, self._running):
             queue.check_integrity()
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+    # Planning a step
 
-    def _missing_blocks(self, request: Request, count: int) -> int:
-        return max(0, self._blocks_for(request.num_computed + count) - len(request.block_table))
+    def _plan_decodes(self) -> list[Request]:
+        """Plan the running requests that lack one token; return the others that lack some, in their order.
 
-    def _take_blocks(self, request: Request, count: int) -> None:
-        request.block_table.extend(self._allocator.allocate(self._missing_blocks(request, count)))
+        The first of those keeps a token of the budget: requests after it cannot use all of it up.
+        """
+        plan = self._plan
+        prefills: list[Request] = []
+        for request in list(self._running):
+            if plan.left <= bool(prefills):
+                break
+            if request.status is not RequestStatus.RUNNING:
+                break  # preempted by one before it, as are those after it
+            count = request.num_to_compute
+            if not count:
+                continue
+            if count > 1:
+                prefills.append(request)
+            elif self._take_blocks(request, 1):
+                plan.add(request, 1)
+        return prefills
 
-    def _make_room(self, request: Request, count: int) -> bool:
-        """Take blocks for `count` more tokens, preempting the youngest; False where the request had to go itself."""
-        missing = self._missing_blocks(request, count)
+    def _plan_prefills(self, prefills: list[Request]) -> None:
+        """Plan pieces of the prompts under way: the first one's, then the others', those that lack least first."""
+        if prefills:
+            first, *others = prefills
+            others.sort(key=lambda request: request.num_to_compute)
+            self._plan_piece(first, others)
+            for request in others:
+                self._plan_piece(request)
+
+    def _plan_rest(self, prefills: list[Request]) -> None:
+        """Spend what is left of the budget on the planned prompts in their order, as far as free blocks allow."""
+        for request in prefills:
+            planned = self._plan.counts.get(request, 0)
+            count = min(request.num_to_compute, planned + self._plan.left)
+            if 0 < planned < count and self._allocator.can_allocate(self._kv.num_missing(request, count)):
+                self._take_blocks(request, count)
+                self._plan.add(request, count - planned)
+
+    def _plan_piece(self, request: Request, others: Sequence[Request] = ()) -> None:
+        """Plan a piece of a prompt; `others` lack tokens as well, the first of them least."""
+        count, left = request.num_to_compute, self._plan.left
+        if count > left:
+            shorter = (others and others[0].num_to_compute < count) or any(
+                waiting.num_tokens < count for waiting in self._waiting.first(LOOK_AHEAD))
+            count = min(left, max(1, left // 2)) if shorter else left
+        if count and request.status is RequestStatus.RUNNING and self._take_blocks(request, count):
+            self._kv.plan(request, count)
+            self._plan.add(request, count)
+
+    def _take_blocks(self, request: Request, count: int) -> bool:
+        """Take the blocks for `count` more tokens, preempting the last; False where the request had to go itself."""
+        missing = self._kv.num_missing(request, count)
         while not self._allocator.can_allocate(missing):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         if missing:
-            request.block_table.extend(self._allocator.allocate(missing))
+            self._kv.take(request, missing)
         return True
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
+        self._plan.drop(request)
+        self._kv.unplan(request)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(request)
 
-    def _can_admit(self) -> bool:
-        if not self._waiting or not self._free_slots:
-            return False
-        request = self._waiting[0]
-        if request.num_pending:
-            return False  # preempted in this very step: its last id is not known yet
+    # Letting requests in
+
+    def _admit_waiting(self, prefills: list[Request], now: float) -> None:
+        """Let waiting requests in, in their order, as long as there are tokens, slots and blocks.
+
+        One that does not fit is passed by a bounded number of others, one whose beginning is being computed waits for
+        it and keeps nobody waiting.
+        """
+        if not self._waiting:
+            return
+        ahead = [next_key for request in prefills if (next_key := self._next_key(request))]
+        passed: list[Request] = []
+        reserved = -1
+        for request in self._waiting.first(LOOK_AHEAD):
+            if request.num_pending:
+                return  # preempted in this very step: its last id is not known yet
+            if self._waits_for_leader(request, ahead):
+                continue
+            if not (self._free_slots and self._plan.left) and not self._may_preempt(request):
+                return
+            if reserved < 0:
+                reserved = sum(self._reserved_for(running) for running in self._running)
+            prefix = self._kv.find_prefix(request)
+            if not self._fits(request, prefix, reserved):
+                if not self._preempt_for(request, prefix):
+                    if request.status is RequestStatus.PREEMPTED or request.num_passed >= MAX_PASSED:
+                        return
+                    passed.append(request)
+                    continue
+                reserved = sum(self._reserved_for(running) for running in self._running)
+            for other in passed:
+                other.num_passed += 1
+            self._admit(request, prefix, now)
+            prefills.append(request)
+            self._plan_piece(request)
+            reserved += self._reserved_for(request)
+            if next_key := self._next_key(request):
+                ahead.append(next_key)
+
+    def _next_key(self, request: Request) -> tuple[Request, int, bytes] | None:
+        """The first block that this step does not fill of a prompt under way."""
+        found = self._kv.next_key(request, self._plan.counts.get(request, 0))
+        return found and (request, *found)
+
+    def _waits_for_leader(self, request: Request, ahead: list[tuple[Request, int, bytes]]) -> bool:
+        """Whether a running request is about to compute so much of this one's beginning that waiting is cheaper."""
+        for leader, index, key in ahead:
+            start = index * self._block_size
+            shared = request.token_ids[start : start + STEP_OVERHEAD_TOKENS]
+            if (len(shared) == STEP_OVERHEAD_TOKENS and shared == leader.token_ids[start : start + len(shared)]
+                    and self._kv.shares_block(request, index, key)):
+                return True
+        return False
+
+    def _reserved_for(self, request: Request) -> int:
+        """Blocks that a running request still needs for the tokens it has, and some to grow."""
+        return self._kv.num_missing(request, request.num_to_compute) + self._policy.growth_blocks(
+            request, self._block_size)
+
+    def _fits(self, request: Request, prefix: Prefix, reserved: int) -> bool:
         # All of what it has must fit beside what the running still need for theirs, and some blocks to grow, so
         # that half-done prefills do not block one another and nobody is preempted a moment after admission.
-        promised = sum(self._missing_blocks(running, running.num_to_compute) for running in self._running)
-        growth = sum(self._policy.growth_blocks(running, self._block_size) for running in self._running)
-        return self._allocator.can_allocate(self._blocks_for(request.num_tokens) + promised + growth)
+        return bool(self._free_slots) and self._plan.left > 0 and self._allocator.can_allocate(
+            self._kv.num_needed(request, prefix) + reserved)
 
-    def _admit(self, request: Request, now: float) -> None:
+    def _may_preempt(self, request: Request) -> bool:
+        return len(self._running) > 0 and self._policy.preempts(request, self._running[-1])
+
+    def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
+        """Preempt as many of the last running requests as a waiting one needs, if it may and that is enough."""
+        slots, tokens, blocks = len(self._free_slots), self._plan.left, self._allocator.num_free
+        stay = list(self._running)
+        victims: list[Request] = []
+        while not (slots and tokens > 0 and blocks >= self._kv.num_needed(request, prefix) + sum(
+                self._reserved_for(running) for running in stay)):
+            if not stay or not self._policy.preempts(request, stay[-1]) or self._plan.is_fixed(stay[-1]):
+                return False
+            victims.append(stay.pop())
+            slots += 1
+            tokens += self._plan.counts.get(victims[-1], 0)
+            blocks += sum(self._allocator.num_owners(block) == 1 for block in victims[-1].block_table)
+        for victim in victims:
+            self._preempt(victim)
+        return True
+
+    def _admit(self, request: Request, prefix: Prefix, now: float) -> None:
+        for writer in self._kv.begin(request, prefix):
+            self._plan.fix(writer)
+        if request.status is RequestStatus.WAITING and not request.message.choice:
+            request.num_cached = request.num_computed  # what choices share with one another does not count
         self._waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
+        request.new_in_slot = True
         if request.scheduled_time is None:
             request.scheduled_time = now
         self._running.add(request)
 
-    def _fit_step_size(self, planned: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Cut prefill pieces down to the next smaller step size where the padding would cost more than they bring.
-
-        A token of each stays: cut away whole, a short prompt would wait for as long as the others fill that size.
-        """
-        total = sum(count for _, count in planned)
-        below = max((size for size in self._step_sizes if size <= total), default=0)
-        above = min((size for size in self._step_sizes if size >= total), default=total)
-        if not below or (below + STEP_OVERHEAD_TOKENS) * total >= (above + STEP_OVERHEAD_TOKENS) * below:
-            return planned
-        excess = total - below
-        fitted = []
-        for request, count in reversed(planned):
-            cut = min(excess, count - 1)
-            excess -= cut
-            fitted.append((request, count - cut))
-        return fitted[::-1] if not excess else planned
+    # Carrying it out
 
     def _commit(self, request: Request, count: int) -> ScheduledPiece:
         start, end = request.num_computed, request.num_computed + count
         request.num_computed = end
         samples = end == request.num_tokens
-        blocks = request.block_table[self._blocks_for(start) : self._blocks_for(end)]
+        table, blocks_for = request.block_table, self._kv.blocks_for
+        blocks = table[blocks_for(start) : blocks_for(end)]
+        admit = request.new_in_slot
+        request.new_in_slot = False
         request.num_pending += samples
+        self._kv.note_computed(request)
         # By position: hundreds are made per step, and keywords would cost more than the rest of this method.
         return ScheduledPiece(request, request.slot, start, request.token_ids[start:end], count, samples, blocks,
-                              start == 0)
+                              admit, tuple(table) if admit and start else ())
 
     def _after_token(self, request: Request, token: int) -> TokenDelta:
         message = request.message
@@ -306,7 +423,7 @@ class Scheduler:
     ) -> TokenDelta:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-            self._release(request)
+            self._release(request, valid=status is not RequestStatus.FINISHED_ERROR)
         else:
             self._waiting.remove(request)
         del self._requests[request.request_id]
@@ -315,9 +432,8 @@ class Scheduler:
             self._policy.finished(request)
         return _delta(request, token_ids, FINISH_REASONS[status], stop_reason, error)
 
-    def _release(self, request: Request) -> None:
-        self._allocator.free(request.block_table)
-        request.block_table = []
+    def _release(self, request: Request, *, valid: bool = True) -> None:
+        self._kv.release(request, valid=valid)
         self._free_slots.append(request.slot)
         request.slot = -1
 
@@ -330,5 +446,5 @@ def _delta(
     error: str | None = None,
 ) -> TokenDelta:
     first = bool(token_ids) and len(request.token_ids) == request.num_prompt_tokens + len(token_ids)
-    return TokenDelta(request.request_id, token_ids, finish_reason, stop_reason, 0, request.num_preemptions,
-                      request.scheduled_time if first else None, error)
+    return TokenDelta(request.request_id, token_ids, finish_reason, stop_reason, request.num_cached,
+                      request.num_preemptions, request.scheduled_time if first else None, error)

@@ -25,6 +25,9 @@ class SortedRequests:
     def __getitem__(self, index: int) -> Request:
         return self._entries[index][1]
 
+    def first(self, count: int) -> list[Request]:
+        return [request for _, request in self._entries[:count]]
+
     def add(self, request: Request) -> None:
         key = self._keys[request] = self._key(request)
         insort(self._entries, (key, request))

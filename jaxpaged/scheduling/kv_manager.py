@@ -1,0 +1,167 @@
+"""Which blocks each request owns: shared prefixes first, then blocks of its own as it grows."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.prefix_cache import Key, PrefixCache
+from jaxpaged.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Blocks that hold the beginning of a request, and how many of them are free until it takes them."""
+
+    blocks: tuple[int, ...] = ()
+    num_free: int = 0
+
+
+NOT_SHARED = 2**62  # more blocks than any table has: the cache knows all of them, so it is told of none
+
+
+class KVManager:
+    """The block tables of all requests.
+
+    A block's content is known to the prefix cache as soon as the step that writes it is planned for good: steps run in
+    order on the device, so whoever reads it in a later step reads what was written.
+
+    Args:
+        allocator: the pool's blocks.
+        block_size: tokens in a block.
+        prefix_caching: share the blocks of equal beginnings.
+    """
+
+    def __init__(self, allocator: BlockAllocator, block_size: int, *, prefix_caching: bool) -> None:
+        self.allocator = allocator
+        self.block_size = block_size
+        self._cache = PrefixCache(block_size) if prefix_caching else None
+        # Of the step being planned: blocks that its pieces fill, by key, and whose pieces they are.
+        self._planned: dict[Key, int] = {}
+        self._writers: dict[int, Request] = {}
+        allocator.on_evict = self._forget
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def num_missing(self, request: Request, count: int) -> int:
+        """Blocks to take before `count` more tokens of a running request can be computed."""
+        return max(0, -(-(request.num_computed + count) // self.block_size) - len(request.block_table))
+
+    def take(self, request: Request, blocks: int) -> None:
+        """Take so many blocks, which are free, for further tokens."""
+        request.block_table.extend(self.allocator.allocate(blocks))
+
+    def find_prefix(self, request: Request) -> Prefix:
+        """The longest beginning of a waiting request that blocks hold or a piece planned for this step will fill.
+
+        Its last token stays to be computed: somebody has to give the logits.
+        """
+        if self._cache is None or request.message.skip_prefix_read:
+            return Prefix()
+        blocks: list[int] = []
+        for index in range((len(request.token_ids) - 1) // self.block_size):
+            key = self._cache.key(request, index)
+            block = self._cache.get(key)
+            if block is None:
+                block = self._planned.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return Prefix(tuple(blocks), sum(not self.allocator.num_owners(block) for block in blocks))
+
+    def num_needed(self, request: Request, prefix: Prefix) -> int:
+        """Free blocks that a waiting request takes, all its tokens computed, if it begins with `prefix`."""
+        return self.blocks_for(request.num_tokens) - len(prefix.blocks) + prefix.num_free
+
+    def begin(self, request: Request, prefix: Prefix) -> set[Request]:
+        """Let a request own its prefix, which counts as computed.
+
+        Returns:
+            Requests whose pieces, planned for this step, fill blocks of it.
+        """
+        self.allocator.share(prefix.blocks)
+        request.block_table = list(prefix.blocks)
+        request.num_keyed = len(prefix.blocks)
+        request.num_computed = len(prefix.blocks) * self.block_size
+        return {self._writers[block] for block in prefix.blocks if block in self._writers}
+
+    def plan(self, request: Request, count: int) -> None:
+        """Note the blocks that a piece of `count` tokens of a prompt will fill, if the step stays as it is planned."""
+        if self._cache is None:
+            return
+        end = min(request.num_computed + count, len(request.token_ids))
+        for index in range(request.num_keyed, end // self.block_size):
+            block = request.block_table[index]
+            if self._planned.setdefault(self._cache.key(request, index), block) == block:
+                self._writers[block] = request
+
+    def next_key(self, request: Request, count: int) -> tuple[int, Key] | None:
+        """Index and key of the first block that a prompt does not fill with its next tokens; None at its end."""
+        index = (request.num_computed + count) // self.block_size
+        full = len(request.token_ids) // self.block_size
+        if self._cache is None or request.num_keyed == NOT_SHARED or index >= full:
+            return None
+        return index, self._cache.key(request, index)
+
+    def shares_block(self, request: Request, index: int, key: Key) -> bool:
+        """Whether a waiting request would share the block of this index and key once somebody has computed it."""
+        if self._cache is None or request.message.skip_prefix_read:
+            return False
+        return (index + 1) * self.block_size < len(request.token_ids) and self._cache.key(request, index) == key
+
+    def note_computed(self, request: Request) -> None:
+        """Tell the prefix cache of the blocks that are full of known tokens and written by planned steps."""
+        full = min(request.num_computed, len(request.token_ids)) // self.block_size
+        if full <= request.num_keyed or self._cache is None:
+            return
+        for index in range(request.num_keyed, full):
+            block = request.block_table[index]
+            if self._cache.add(self._cache.key(request, index), block):
+                self.allocator.keep(block)
+        request.num_keyed = full
+
+    def end_plan(self) -> None:
+        """The step is final: what was only planned is forgotten, `note_computed` has told the rest."""
+        self._planned.clear()
+        self._writers.clear()
+
+    def unplan(self, request: Request) -> None:
+        """A request loses its piece in the step being planned."""
+        self._planned = {key: block for key, block in self._planned.items() if self._writers[block] is not request}
+        self._writers = {block: writer for block, writer in self._writers.items() if writer is not request}
+
+    def release(self, request: Request, *, valid: bool = True) -> None:
+        """Give a request's blocks back; their content stays until they are needed.
+
+        Args:
+            valid: False where what it has computed must not be shared.
+        """
+        if valid:
+            self.note_computed(request)
+        self.allocator.free(request.block_table)
+        request.block_table = []
+        request.num_computed = request.num_keyed = 0
+
+    def reset_prefix_cache(self, requests: Iterable[Request]) -> None:
+        """Forget all content; what the running ones of all live requests have computed is shared with nobody."""
+        if self._cache is None:
+            return
+        for block in self._cache.reset():
+            self.allocator.discard(block)
+        for request in requests:
+            request.block_keys.clear()
+            request.num_keyed = NOT_SHARED if request.block_table else 0
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Assert that the books agree with the block tables."""
+        self.allocator.check_integrity(request.block_table for request in requests)
+        if self._cache is None:
+            assert not self.allocator.num_kept, "content is kept although nobody can ask for it"
+        else:
+            self._cache.check_integrity(self.allocator.blocks_with_content())
+        assert not self._planned, "blocks of a plan outlive it"
+
+    def _forget(self, block: int) -> None:
+        assert self._cache is not None
+        self._cache.remove(block)
