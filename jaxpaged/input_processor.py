@@ -72,6 +72,11 @@ class InputProcessor:
                            if tokenizer is not None and tokenizer.max_token_chars is not None else None)
 
     @property
+    def vocab_size(self) -> int:
+        """Number of ids that the model knows."""
+        return self._vocab_size
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text."""
         return self._eos
@@ -117,11 +122,12 @@ class InputProcessor:
 
     def render_chat(self, messages: object, *, tools: list[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,
-                    chat_template_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+                    chat_template_kwargs: dict[str, Any] | None = None, may_be_long: bool = False) -> dict[str, Any]:
         """Turn a conversation into a prompt for `process`.
 
         Args:
             tools: that the model may call, in OpenAI's form.
+            may_be_long: take one that exceeds the context, for counting its tokens.
 
         Returns:
             {"prompt": text, "prompt_token_ids": ids}.
@@ -137,8 +143,18 @@ class InputProcessor:
             normal, tools=tools or None, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
             check=lambda text: self._check_chars(len(text), "messages"))
-        self._check_room(len(ids), "messages")
+        if not may_be_long:
+            self._check_room(len(ids), "messages")
         return {"prompt": text, "prompt_token_ids": ids}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text, which may exceed the context, though not by how many characters it has.
+
+        Raises:
+            RequestError: text that cannot be tokenised.
+        """
+        self._check_chars(len(text), "prompt")
+        return self._needed_tokenizer("prompt").encode(text, add_special_tokens)
 
     def _prompt(self, prompt: object, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
         text: object = None
@@ -159,8 +175,7 @@ class InputProcessor:
             return text, self._check_ids(ids)
         if not text:
             raise RequestError("prompt is empty; give a text or a list of token ids", param="prompt")
-        self._check_chars(len(text), "prompt")
-        encoded = tuple(self._needed_tokenizer("prompt").encode(text, add_special_tokens))
+        encoded = tuple(self.encode(text, add_special_tokens))
         if not encoded:
             raise RequestError("prompt has no token", param="prompt")
         self._check_room(len(encoded), "prompt")

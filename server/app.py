@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -28,18 +28,23 @@ from jaxpaged.server.logprob_shapes import LogprobShape
 from jaxpaged.server.parsers.registry import reasoning_grammar
 from jaxpaged.server.protocol import (
     AnswerShape,
+    Body,
     BodyReader,
     ChatCompletionRequest,
     CompletionRequest,
     error_body,
     error_json,
     error_status,
+    template_options,
     to_json,
 )
 from jaxpaged.server.responses import EventStream, json_response, on_disconnect, read_body, server_error
+from jaxpaged.server.token_routes import DetokenizeRequest, TokenizeRequest, TokenRoutes
 from jaxpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_Body = TypeVar("_Body", bound=Body)
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_AFTER_SECONDS = "1"
@@ -69,6 +74,7 @@ class Api:
         self._tokenizer = tokenizer
         self._created = int(time.time())
         self._bodies = BodyReader()
+        self._token_routes = TokenRoutes(inputs, tokenizer, max_model_len)
         self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
         self._refusal: str | None = None
 
@@ -131,7 +137,7 @@ class Api:
         params = body.chat_sampling_params(self._defaults, use)
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
-            prompt = self._inputs.render_chat(messages, tools=use.tools, **body.template_options)
+            prompt = self._inputs.render_chat(messages, tools=use.tools, **template_options(body))
             return self._inputs.process(request_id, prompt, params, priority=body.priority or 0,
                                         cache_salt=body.cache_salt)
 
@@ -144,6 +150,14 @@ class Api:
 
         return await self._answer(request, body, params, [body.messages], prepare, use.finish_reason,
                                   make_reader if reasons or use.grammar else None)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt or a chat."""
+        return await self._in_thread(request, TokenizeRequest, self._token_routes.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return await self._in_thread(request, DetokenizeRequest, self._token_routes.detokenize)
 
     async def not_supported(self, request: Request) -> Response:
         """A route that the API has and this server does not have yet."""
@@ -178,6 +192,18 @@ class Api:
             raise
         return EventStream(call.events(body.include_usage), lambda: self._client.close(stream))
 
+    async def _in_thread(self, request: Request, kind: type[_Body],
+                         work: Callable[[_Body], dict[str, Any]]) -> Response:
+        """Answer with what `work` makes of the body, beside the event loop."""
+        self._check_serving()
+        body = self._bodies.read(kind, await read_body(request, self.config.max_request_bytes))
+        self._check_model(body.model)
+
+        def run() -> bytes:
+            return to_json(work(body))
+
+        return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, run))
+
     def _logprob_shape(self, chat: bool, params: SamplingParams) -> LogprobShape | None:
         if params.logprobs is None:
             return None
@@ -204,8 +230,11 @@ class Api:
 def make_app(api: Api) -> FastAPI:
     """The ASGI application."""
     app = FastAPI(title="jaxpaged", version=__version__, root_path=api.config.root_path, redirect_slashes=False)
-    for path, route, body in (("/v1/completions", api.completions, CompletionRequest),
-                              ("/v1/chat/completions", api.chat_completions, ChatCompletionRequest)):
+    bodies: tuple[tuple[str, Any, type[Body]], ...] = (
+        ("/v1/completions", api.completions, CompletionRequest),
+        ("/v1/chat/completions", api.chat_completions, ChatCompletionRequest),
+        ("/tokenize", api.tokenize, TokenizeRequest), ("/detokenize", api.detokenize, DetokenizeRequest))
+    for path, route, body in bodies:
         schema = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
         app.add_api_route(path, route, methods=["POST"], openapi_extra={"requestBody": schema})
     for path, route in (("/v1/models", api.models), ("/v1/models/{name:path}", api.model), ("/health", api.health),
@@ -213,7 +242,7 @@ def make_app(api: Api) -> FastAPI:
         app.add_api_route(path, route, methods=["GET"])
     app.add_api_route("/health", api.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
-    for path, method in (("/v1/embeddings", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"), ("/", "GET")):
+    for path, method in (("/v1/embeddings", "POST"), ("/", "GET")):
         app.add_api_route(path, api.not_supported, methods=[method], include_in_schema=False)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)

@@ -44,12 +44,8 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
     Raises:
         RequestError: names the field.
     """
-    known = [_check_tool(f"tools[{place}]", tool) for place, tool in enumerate(tools or ())]
-    if len(known) > MAX_TOOLS:
-        raise RequestError(f"tools must hold at most {MAX_TOOLS} tools", param="tools")
+    known = check_tools(tools)
     names = [tool["function"]["name"] for tool in known]
-    if len(set(names)) < len(names):
-        raise RequestError("two tools have the same name", param="tools")
     if choice is None:
         choice = "auto" if known else "none"
     if choice == "none" or (choice == "auto" and not known):
@@ -71,6 +67,20 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
     tool = known[names.index(name)]
     schema = tool["function"].get("parameters") or {"type": "object"}
     return ToolUse(known, named_call(name), schema, finish_reason="stop")
+
+
+def check_tools(tools: Sequence[object] | None) -> list[dict[str, Any]]:
+    """Tools in OpenAI's form, without what is null.
+
+    Raises:
+        RequestError: they are not in that form, or too many.
+    """
+    known = [_check_tool(f"tools[{place}]", tool) for place, tool in enumerate(tools or ())]
+    if len(known) > MAX_TOOLS:
+        raise RequestError(f"tools must hold at most {MAX_TOOLS} tools", param="tools")
+    if len({tool["function"]["name"] for tool in known}) < len(known):
+        raise RequestError("two tools have the same name", param="tools")
+    return known
 
 
 def _named(choice: object) -> str:

@@ -48,12 +48,24 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class _Request(BaseModel):
-    """What both kinds of request share. A field set to null equals a field left out."""
+class Body(BaseModel):
+    """What all request bodies share. A field set to null equals a field left out."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = Field(None, description="a name that GET /v1/models lists")
+
+    def check(self) -> None:
+        """Refuse what a single field's type does not tell.
+
+        Raises:
+            RequestError: names the field.
+        """
+
+
+class _Request(Body):
+    """What both kinds of generation share."""
+
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, WithJsonSchema(
         {"type": "object", "properties": {"include_usage": {"type": "boolean"}}})] = None
@@ -191,14 +203,6 @@ class ChatCompletionRequest(_Request):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def template_options(self) -> dict[str, Any]:
-        """Options of the chat template."""
-        continues = bool(self.continue_final_message)
-        prompt = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        return {"add_generation_prompt": prompt, "continue_final_message": continues,
-                "chat_template_kwargs": self.chat_template_kwargs}
-
     def chat_sampling_params(self, defaults: Mapping[str, Any], use: ToolUse) -> SamplingParams:
         """The sampling of this request, with what its use of tools asks for.
 
@@ -217,6 +221,14 @@ class ChatCompletionRequest(_Request):
         return params
 
 
+def template_options(body: Any) -> dict[str, Any]:
+    """Options of the chat template, of a body that has these fields."""
+    continues = bool(body.continue_final_message)
+    prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return {"add_generation_prompt": prompt, "continue_final_message": continues,
+            "chat_template_kwargs": body.chat_template_kwargs}
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds the limit."""
 
@@ -225,7 +237,7 @@ class MediaTypeError(RequestError):
     """The request body is not announced as plain JSON."""
 
 
-_Body = TypeVar("_Body", bound=_Request)
+_Body = TypeVar("_Body", bound=Body)
 
 
 class BodyReader:

@@ -294,12 +294,36 @@ def test_models_routes_and_methods(http: httpx.Client) -> None:
     refused(http.delete("/v1/models"), 405)
     refused(http.post("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"}), 415)
     refused(http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}), 415)
-    for path in ("/v1/embeddings", "/tokenize", "/detokenize"):
+    for path in ("/v1/embeddings",):
         assert "not supported yet" in refused(http.post(path, json={}), 404, code="not_supported")
     assert http.get("/ping").status_code == http.head("/health").status_code == 200
     assert http.get("/version").json() == {"version": "0.1.0"}
     assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
     assert http.get("/docs").status_code == 200
+
+
+def test_tokens_and_text(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    for text in (STORY, "naïve café 你好 🚀 <|im_end|>", "", "word " * 9000):  # more than the context, too
+        answer = post(http, "/tokenize", prompt=text, return_token_strs=True)
+        ids = tokenizer.encode(text)
+        assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), CONTEXT)
+        assert post(http, "/detokenize", tokens=ids) == {"prompt": text}
+        if text.isascii():
+            assert "".join(answer["token_strs"]) == text
+    for opens, continues in ((True, False), (False, False), (False, True)):
+        _, ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=opens, continue_final_message=continues)
+        assert post(http, "/tokenize", messages=QUESTION, add_generation_prompt=opens,
+                    continue_final_message=continues)["tokens"] == ids
+    for path, body, param in (
+            ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "a", "messages": QUESTION}, "prompt"),
+            ("/tokenize", {"prompt": 3}, "prompt"), ("/tokenize", {"messages": []}, "messages"),
+            ("/tokenize", {"messages": QUESTION, "tools": [3]}, "tools"),
+            ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": "a"}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"), ("/detokenize", {"tokens": [49152]}, "tokens"),
+            ("/detokenize", {"tokens": [True]}, "tokens")):
+        refused(http.post(path, json=body), param=param)
+    refused(http.post("/tokenize", json={"prompt": "a", "model": "gpt-7"}), 404, "model", "model_not_found")
+    refused(http.post("/tokenize", json={"prompt": "x" * 1_000_000}), 400, "prompt", "context_length_exceeded")
 
 
 def test_large_bodies_are_refused_early(server: LiveServer, http: httpx.Client) -> None:

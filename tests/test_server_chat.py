@@ -99,12 +99,6 @@ def test_calls_and_reasoning_streamed_and_whole(client: openai.OpenAI, script: s
     assert answer.usage.completion_tokens == len(SCRIPTS[script]) + 1
 
 
-def test_arguments_come_while_they_are_written(client: openai.OpenAI) -> None:
-    _, _, deltas = stream(client, "call")
-    pieces = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if delta.get("tool_calls")]
-    assert pieces == ["", '{"city": "Par', 'is", ', '"days": 2}']
-
-
 def test_a_call_cut_by_the_limit(client: openai.OpenAI) -> None:
     for limit in range(1, 10):
         whole = ask(client, "call", max_tokens=limit).choices[0]
