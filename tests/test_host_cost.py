@@ -35,15 +35,16 @@ def calls(work: Callable[[], object]) -> int:
     return count
 
 
-def busy_scheduler(running: int, waiting: int, policy: str, *, slots: int, prompt: int = 20) -> Scheduler:
+def busy_scheduler(running: int, waiting: int, policy: str, *, slots: int) -> Scheduler:
     """All of the first decode, the others wait: for a slot, or for blocks where there are slots."""
-    scheduler = Scheduler(BlockAllocator(2 + running * (prompt // 16 + 2)), block_size=16, max_num_seqs=slots,
-                          max_num_batched_tokens=running * prompt, policy=POLICIES[policy]())
-    for number in range(running + waiting):
-        scheduler.add(EngineRequest(f"r{number}", (number, *range(1, prompt)), SamplingParams(), 28))
-        if number == running - 1:
-            scheduler.update(scheduler.schedule(), [0] * running)
-    scheduler.update(scheduler.schedule(), [0] * running)
+    scheduler = Scheduler(BlockAllocator(2 + 3 * running), block_size=16, max_num_seqs=slots,
+                          max_num_batched_tokens=20 * running, policy=POLICIES[policy]())
+    for first, last, length in ((0, running, 20), (running, running + waiting, 16 * running + 32)):
+        for number in range(first, last):
+            scheduler.add(EngineRequest(f"r{number}", (number, *range(1, length)), SamplingParams(), 12))
+        for _ in range(running // 64 + 1):  # not all are let in in one step
+            step = scheduler.schedule()
+            scheduler.update(step, [0] * step.num_sampled)
     assert (scheduler.num_running, scheduler.num_waiting) == (running, waiting)
     return scheduler
 
@@ -82,7 +83,12 @@ def test_coming_and_going_costs_the_same_however_many_wait(policy: str) -> None:
     def turnover(waiting: int) -> int:
         scheduler = busy_scheduler(4, waiting, policy, slots=4)
         message = EngineRequest("late", (1, 2), SamplingParams(), 5)
-        return calls(lambda: (scheduler.add(message), scheduler.abort(["late"]), scheduler.abort(["r50"])))
+
+        def work() -> None:
+            scheduler.add(message)
+            scheduler.abort(["late", "r50"])
+
+        return calls(work)
 
     assert turnover(4096) <= turnover(64) + 40
 

@@ -103,6 +103,16 @@ def test_lengths_are_learned_from_those_that_finished() -> None:
     assert served.order == [0, 2, 4, 1, 3]
 
 
+def test_an_important_request_takes_the_place_of_a_less_important_one() -> None:
+    """Of the last of the least important, which is let in again before its equal that came later."""
+    batch = [Call(0.0, 50, 1), Call(1.0, 50, 2), Call(2.0, 50, 2), Call(3.0, 5, 2), Call(10.0, 5, 0)]
+    served = serve(batch, PriorityPolicy(), slots=3)
+    assert served.preemptions == 1
+    assert served.ends[4] <= 10 + 5 + 2
+    assert served.ends[2] <= 52 + (17 - 10) + 2 < served.ends[0] + 50
+    assert served.ends[0] < served.ends[3], "it took the slot that became free first"
+
+
 def test_equals_do_not_take_each_others_place() -> None:
     batch = [Call(0.0, 50, 1), Call(1.0, 5, 1), Call(2.0, 5, 1)]
     assert serve(batch, PriorityPolicy()) == Served(serve(batch, PriorityPolicy()).ends, 0)
@@ -116,3 +126,11 @@ def test_nobody_starves(policy: Policy) -> None:
     served = serve([Call(1.0, 20, 3, hint=20), *stream], policy, step_seconds=1.0)
     assert served.ends[0] < 3 * PRIORITY_AGEING_SECONDS + 100
     assert served.ends[0] < max(served.ends)
+
+
+def test_room_for_predicted_growth_prevents_preemptions() -> None:
+    """Answers of 40 tokens each in a pool for three and a half: with one block of room each, too many are let in."""
+    batch = [Call(0.0, 40, hint=40) for _ in range(12)]
+    pool = {"slots": 12, "num_blocks": 1 + 3 * 11 + 6}
+    assert serve(batch, PriorityPolicy(), **pool).preemptions > 0
+    assert serve(batch, PredictedPolicy(), **pool).preemptions == 0

@@ -373,7 +373,7 @@ def test_nobody_is_let_in_only_to_be_thrown_out_by_the_next_block_of_an_older_re
 
 
 def test_the_youngest_goes_when_blocks_run_out_and_comes_back() -> None:
-    harness = Harness(num_blocks=9, block_size=2, max_num_seqs=4, budget=16, model=plain_token)
+    harness = Harness(num_blocks=10, block_size=2, max_num_seqs=4, budget=16, model=plain_token)
     names = [harness.add(prompt, 9) for prompt in prompts(3, 3)]
     harness.drain()
     preemptions = [harness.requests[name].num_preemptions for name in names]

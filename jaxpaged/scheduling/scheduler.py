@@ -311,15 +311,18 @@ class Scheduler:
             if not (self._free_slots and self._plan.left) and not self._may_preempt(request):
                 return
             if reserved < 0:
-                reserved = sum(self._reserved_for(running) for running in self._running)
+                reserved = sum([self._reserved_for(running) for running in self._running])
+            may_preempt = self._may_preempt(request)
+            if not (may_preempt or self._allocator.can_allocate(reserved + 1)):
+                return  # nobody fits
             prefix = self._kv.find_prefix(request)
             if not self._fits(request, prefix, reserved):
-                if not self._preempt_for(request, prefix):
+                if not (may_preempt and self._preempt_for(request, prefix, reserved)):
                     if request.status is RequestStatus.PREEMPTED or request.num_passed >= MAX_PASSED:
                         return
                     passed.append(request)
                     continue
-                reserved = sum(self._reserved_for(running) for running in self._running)
+                reserved = sum([self._reserved_for(running) for running in self._running])
             for other in passed:
                 other.num_passed += 1
             self._admit(request, prefix, now)
@@ -353,21 +356,31 @@ class Scheduler:
         # All of what it has must fit beside what the running still need for theirs, and some blocks to grow, so
         # that half-done prefills do not block one another and nobody is preempted a moment after admission.
         return bool(self._free_slots) and self._plan.left > 0 and self._allocator.can_allocate(
-            self._kv.num_needed(request, prefix) + reserved)
+            self._needed_for(request, prefix) + reserved)
+
+    def _needed_for(self, request: Request, prefix: Prefix) -> int:
+        """Blocks that a waiting request needs for the tokens it has, and some to grow unless it has the pool alone."""
+        growth = self._policy.growth_blocks(request, self._block_size) if len(self._running) else 0
+        return self._kv.num_needed(request, prefix) + growth
 
     def _may_preempt(self, request: Request) -> bool:
         return len(self._running) > 0 and self._policy.preempts(request, self._running[-1])
 
-    def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
-        """Preempt as many of the last running requests as a waiting one needs, if it may and that is enough."""
+    def _preempt_for(self, request: Request, prefix: Prefix, reserved: int) -> bool:
+        """Preempt as many of the last running requests as a waiting one needs, if it may and that is enough.
+
+        Args:
+            reserved: blocks that the running ones still need.
+        """
         slots, tokens, blocks = len(self._free_slots), self._plan.left, self._allocator.num_free
         stay = list(self._running)
         victims: list[Request] = []
-        while not (slots and tokens > 0 and blocks >= self._kv.num_needed(request, prefix) + sum(
-                self._reserved_for(running) for running in stay)):
+        needed = self._needed_for(request, prefix)
+        while not (slots and tokens > 0 and blocks >= needed + reserved):
             if not stay or not self._policy.preempts(request, stay[-1]) or self._plan.is_fixed(stay[-1]):
                 return False
             victims.append(stay.pop())
+            reserved -= self._reserved_for(victims[-1])
             slots += 1
             tokens += self._plan.counts.get(victims[-1], 0)
             blocks += sum(self._allocator.num_owners(block) == 1 for block in victims[-1].block_table)
