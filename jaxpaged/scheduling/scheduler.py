@@ -223,7 +223,7 @@ class Scheduler:
 
         The first of those keeps a token of the budget: requests after it cannot use all of it up.
         """
-        plan = self._plan
+        plan, block_size = self._plan, self._block_size
         prefills: list[Request] = []
         for request in list(self._running):
             if plan.left <= bool(prefills):
@@ -235,8 +235,9 @@ class Scheduler:
                 continue
             if count > 1:
                 prefills.append(request)
-            elif self._take_blocks(request, 1):
-                plan.add(request, 1)
+            elif request.num_computed < len(request.block_table) * block_size or self._take_blocks(request, 1):
+                plan.counts[request] = 1
+                plan.left -= 1
         return prefills
 
     def _plan_prefills(self, prefills: list[Request]) -> None:
@@ -406,13 +407,14 @@ class Scheduler:
     def _commit(self, request: Request, count: int) -> ScheduledPiece:
         start, end = request.num_computed, request.num_computed + count
         request.num_computed = end
-        samples = end == request.num_tokens
-        table, blocks_for = request.block_table, self._kv.blocks_for
-        blocks = table[blocks_for(start) : blocks_for(end)]
+        samples = end == len(request.token_ids) + request.num_pending
+        table, block_size = request.block_table, self._block_size
+        blocks = table[-(-start // block_size) : -(-end // block_size)]
         admit = request.new_in_slot
         request.new_in_slot = False
         request.num_pending += samples
-        self._kv.note_computed(request)
+        if end // block_size > request.num_keyed:
+            self._kv.note_computed(request)
         # By position: hundreds are made per step, and keywords would cost more than the rest of this method.
         return ScheduledPiece(request, request.slot, start, request.token_ids[start:end], count, samples, blocks,
                               admit, tuple(table) if admit and start else ())
