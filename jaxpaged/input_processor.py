@@ -1,7 +1,6 @@
 """Prompts, chats and sampling parameters in; checked requests for the engine out."""
 
 import json
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,8 @@ from typing import Any
 from jaxpaged.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
 from jaxpaged.messages import EngineRequest
 from jaxpaged.output_processor import sequence_ids
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from jaxpaged.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 MAX_PRIORITY = 2**31 - 1
 _CODE = "context_length_exceeded"
@@ -112,11 +109,15 @@ class InputProcessor:
         max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
         eos = frozenset() if params.ignore_eos else self._eos
         stop_token_ids = eos.union(params.stop_token_ids or ())
+        bad_word_ids = self._bad_word_ids(params.bad_words or ())
+        self._check_token_ids(params)
+        if params.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
         seed = None if params.seed is None else params.seed % 2**64
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         sequences = tuple(
-            EngineRequest(sequence_id, ids, params, max_tokens, stop_token_ids, eos, seed, choice, arrival_time,
-                          priority, cache_salt)
+            EngineRequest(sequence_id, ids, params, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
+                          arrival_time, priority, cache_salt)
             for choice, sequence_id in enumerate(sequence_ids(request_id, params.n)))
         return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
 
@@ -187,6 +188,26 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self._max_logprobs:
                 raise RequestError(f"{name} must be at most {self._max_logprobs} (--max-logprobs)", param=name)
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name in ("logit_bias", "allowed_token_ids"):
+            ids = getattr(params, name)
+            if ids and max(ids) >= self._vocab_size:
+                raise RequestError(f"token ids in {name} must be below {self._vocab_size}", param=name)
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """How the words can be spelled, at the beginning of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            tokenizer = self._needed_tokenizer("bad_words")
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise RequestError(f"a text in bad_words has {len(ids)} tokens; {MAX_BAD_WORD_TOKENS} are possible",
+                                       param="bad_words")
+                if ids:
+                    found[ids] = None
+        return tuple(found)
 
     def _check_ids(self, ids: object) -> tuple[int, ...]:
         if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sequence):
@@ -260,8 +281,6 @@ def check_cache_salt(salt: object) -> None:
 def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters that a model's generation_config.json sets, for requests that do not set them.
 
-    One that is not supported yet is left out, with a log line unless it would do nothing.
-
     Raises:
         ConfigError: a value out of range.
     """
@@ -271,10 +290,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, A
         if value is None:
             continue
         try:
-            params = SamplingParams(**{name: value})
-            params.check_supported()
-        except NotSupportedError:
-            logger.warning("generation_config.json sets %s=%s, which is not supported yet and ignored", key, value)
+            SamplingParams(**{name: value})
         except RequestError as error:
             raise ConfigError(f"generation_config.json: {error}; correct it, or start with --generation-config vllm"
                               ) from error

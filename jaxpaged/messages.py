@@ -20,6 +20,7 @@ class EngineRequest:
         stop_token_ids: ids that end generation: the user's own, and the model's end ids unless `ignore_eos`.
         eos_token_ids: the model's end ids alone; a stop on one of them reports no `stop_reason`.
         max_tokens: resolved by the sender; prompt and max_tokens together fit the context.
+        bad_word_ids: tokens that must not come one after another in the output.
         seed: resolved seed of 64 bits, or None for one of the engine's choice.
         cache_salt: requests share prefixes only with those of the same salt.
         skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
@@ -31,6 +32,7 @@ class EngineRequest:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     choice: int = 0
     arrival_time: float = 0.0

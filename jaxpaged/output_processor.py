@@ -192,6 +192,7 @@ class _Choice:
         self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
                              if tokenizer else None)
         self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        self._min_tokens = params.min_tokens
         self._tells_logprobs = params.logprobs is not None
         self._decoded = tokenizer.token_text if tokenizer else None
         self._cumulative_logprob = 0.0
@@ -230,10 +231,12 @@ class _Choice:
         for number, token_id in enumerate(ids, 1):
             if self._tells_logprobs:
                 self._text_offsets.append(self._text_length)
-            if self._watch(stops, detokenizer.add((token_id,))):
+            watched = self.num_tokens + number > self._min_tokens  # before that no stop string counts
+            if self._watch(stops if watched else None, detokenizer.add((token_id,))):
                 return number
         if last:
-            if self._watch(stops, detokenizer.finish()):
+            watched = self.num_tokens + len(ids) > self._min_tokens
+            if self._watch(stops if watched else None, detokenizer.finish()):
                 return len(ids)
             self._texts.append(stops.release() if stops else "")
         return None

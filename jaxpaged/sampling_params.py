@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +13,11 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**64 - 1
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 1024
+MAX_BAD_WORD_TOKENS = 16
 
 
 class RequestOutputKind(enum.Enum):
@@ -51,8 +57,13 @@ class SamplingParams:
         stop_token_ids: ids that end the text.
         ignore_eos: go on after the model's end token.
         max_tokens: most tokens to generate; None for as many as the context holds.
-        min_tokens: no end before this many tokens.
+        min_tokens: no end before this many tokens, by end token, stop id or stop string.
         logprobs, prompt_logprobs: number of alternatives to report per position.
+        logit_bias: token id -> -100 to 100, added to its logit, for at most 1,024 ids; 100 makes it the choice, -100
+            rules it out.
+        allowed_token_ids: the only ids that may come.
+        bad_words: at most 128 texts that must not come in the output, as the tokenizer spells them, with and without a
+            space before, in at most 16 tokens.
         detokenize: False leaves `text` empty and takes no stop strings.
         expected_output_tokens: how long the answer will be, as far as the caller knows; orders requests under
             `--scheduling-policy predicted`.
@@ -111,6 +122,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, None)
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         if self.expected_output_tokens is not None:
             _check_int("expected_output_tokens", self.expected_output_tokens, 1, None)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
@@ -135,7 +149,18 @@ class SamplingParams:
     @property
     def full_sampling(self) -> bool:
         """True where sampling takes more than the logits and a draw."""
-        return self.logprobs is not None
+        return self.logprobs is not None or self.has_processors
+
+    @property
+    def has_penalties(self) -> bool:
+        """True where the tokens so far count."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def has_processors(self) -> bool:
+        """True where something changes the logits before the draw."""
+        return (self.has_penalties or self.min_tokens > 0 or bool(self.logit_bias) or bool(self.bad_words)
+                or self.allowed_token_ids is not None)
 
     def check_supported(self) -> None:
         """Refuse what the API knows and this version cannot do.
@@ -149,18 +174,18 @@ class SamplingParams:
 
 
 _NOT_SUPPORTED = frozenset(
-    {"best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-     "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"}
+    {"best_of", "prompt_logprobs", "structured_outputs"}
 )
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+def _check_int(name: str, value: object, low: int, high: int | None, param: str | None = None) -> None:
     span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise RequestError(f"{name} must be {span}", param=name)
+        raise RequestError(f"{name} must be {span}", param=param or name)
 
 
-def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False,
+                  param: str | None = None) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if good:
         assert isinstance(value, (int, float))
@@ -168,7 +193,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, low_open
     if not good:
         least = f"greater than {low}" if low_open else f"at least {low}"
         raise RequestError(f"{name} must be a number {least}" + (f" and at most {high}" if high < math.inf else ""),
-                           param=name)
+                           param=param or name)
 
 
 def _stop_strings(value: object) -> tuple[str, ...] | None:
@@ -186,11 +211,43 @@ def _stop_strings(value: object) -> tuple[str, ...] | None:
     return tuple(items)
 
 
-def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
+def _token_ids(name: str, value: object, most: int = MAX_STOP_TOKEN_IDS) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, (list, tuple)) or len(value) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(f"{name} must be a list of at most {MAX_STOP_TOKEN_IDS} token ids", param=name)
+    if not isinstance(value, (list, tuple)) or len(value) > most:
+        raise RequestError(f"{name} must be a list of at most {most} token ids", param=name)
     for item in value:
         _check_int(name, item, 0, 2**31 - 1)
     return tuple(value)
+
+
+def _allowed_token_ids(value: object) -> tuple[int, ...] | None:
+    ids = _token_ids("allowed_token_ids", value, MAX_ALLOWED_TOKEN_IDS)
+    if ids is not None and not ids:
+        raise RequestError("allowed_token_ids must not be empty; leave it out to allow all", param="allowed_token_ids")
+    return ids
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers", param="logit_bias")
+    found: dict[int, float] = {}
+    for key, bias in value.items():
+        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11:  # JSON has no other keys
+            key = int(key)
+        _check_int("a key of logit_bias", key, 0, 2**31 - 1, param="logit_bias")
+        _check_number("a value of logit_bias", bias, -100, 100, param="logit_bias")
+        found[key] = float(bias)
+    return found or None
+
+
+def _bad_words(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_BAD_WORDS or not all(
+            isinstance(item, str) and 0 < len(item) <= MAX_BAD_WORD_CHARS for item in value):
+        raise RequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_CHARS} "
+                           "characters", param="bad_words")
+    return tuple(value) or None

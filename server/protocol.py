@@ -24,7 +24,7 @@ MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",), "echo": (False,), "prompt_logprobs": (),
-    "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "use_beam_search": (False,),
+    "use_beam_search": (False,),
     "length_penalty": (1, 1.0), "early_stopping": (False,), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
@@ -36,7 +36,8 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": "must be an object",
              "messages": "must be a list of objects", "tools": "must be a list of objects",
-             "stop_token_ids": "must be a list of token ids"}
+             "stop_token_ids": "must be a list of token ids", "allowed_token_ids": "must be a list of token ids",
+             "bad_words": "must be a list of strings", "logit_bias": "must map token ids to numbers"}
 
 
 class StreamOptions(BaseModel):
@@ -87,6 +88,9 @@ class _Request(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token id to a number from -100 to 100")
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     expected_output_tokens: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")

@@ -1,6 +1,5 @@
 """What is refused, what is resolved, and what the engine gets."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +156,8 @@ def test_the_early_bound_refuses_nothing_that_fits(text: str) -> None:
 
 
 def test_unsupported_parameters_are_refused() -> None:
-    error = refused([5], SamplingParams(logit_bias={1: 1.0}))
-    assert isinstance(error, NotSupportedError) and error.param == "logit_bias"
+    error = refused([5], SamplingParams(best_of=2))
+    assert isinstance(error, NotSupportedError) and error.param == "best_of"
 
 
 @pytest.mark.parametrize(("params", "stops", "eos"), [
@@ -210,15 +209,13 @@ def test_the_models_defaults_are_for_requests_without_parameters() -> None:
     assert made.process("r", [5], SamplingParams()).params.temperature == 1
 
 
-def test_defaults_of_a_generation_config(caplog: pytest.LogCaptureFixture) -> None:
+def test_defaults_of_a_generation_config() -> None:
     config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "max_new_tokens": 16,
               "eos_token_id": [1, 2], "pad_token_id": 0, "repetition_penalty": 1.0, "num_beams": 1, "typical_p": None}
     assert default_sampling_params(config) == {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1,
                                                "max_tokens": 16}
-    assert default_sampling_params({}) == {} and not caplog.records
-    with caplog.at_level(logging.WARNING):
-        assert default_sampling_params({"repetition_penalty": 1.05}) == {}
-    assert "repetition_penalty" in caplog.text and "1.05" in caplog.text
+    assert default_sampling_params({}) == {}
+    assert default_sampling_params({"repetition_penalty": 1.05}) == {"repetition_penalty": 1.05}
     with pytest.raises(ConfigError, match="temperature"):
         default_sampling_params({"temperature": -1})
     with pytest.raises(ConfigError, match="--generation-config"):

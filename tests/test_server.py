@@ -247,7 +247,7 @@ def test_what_is_no_json_object(http: httpx.Client, path: str, body: bytes) -> N
     ({"prompt": ["a"] * 2000}, "n"), ({"prompt": "a", "stop": [""]}, "stop"),
     ({"prompt": "a", "stream": True, "top_k": 1.5}, "top_k"), ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "stream_options": {}}, "stream_options"), ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "presence_penalty": 1}, "presence_penalty"), ({"prompt": "a", "top_p": "1"}, "top_p"),
+    ({"prompt": "a", "presence_penalty": 3}, "presence_penalty"), ({"prompt": "a", "top_p": "1"}, "top_p"),
 ])
 def test_completion_requests_that_cannot_work(http: httpx.Client, body: dict[str, Any], param: str) -> None:
     refused(http.post("/v1/completions", json=body), param=param)

@@ -4,32 +4,50 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpaged.execution.logit_processors import ProcessorState, note_tokens, process_logits
 from jaxpaged.execution.logprobs import packed_logprobs, packed_width
 from jaxpaged.execution.sampler import SamplingState, keep_mask, sample
+from jaxpaged.scheduling.scheduler import FAILED_TOKEN, NO_TOKEN_LEFT
 
 
 def sample_full(
-    logits: jax.Array, state: SamplingState, position: jax.Array, *, num_top: int, processed_logprobs: bool
-) -> tuple[jax.Array, jax.Array]:
+    logits: jax.Array, state: SamplingState, processors: ProcessorState, slot: jax.Array, position: jax.Array,
+    step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool,
+) -> tuple[jax.Array, ProcessorState, jax.Array]:
     """Pick one token per row and tell its log probability.
 
     Args:
         logits: [B, V] float32.
         state: the rows' parameters.
+        processors: of all slots.
+        slot: [B] int32, the rows' slots.
         position: [B] int32, the sequence position that the new token will have.
+        step_allowed: [B, W] uint32, tokens that may come in this step, a bit for each.
         num_top: alternatives to report, see `packed_logprobs`.
         processed_logprobs: log probabilities of what is drawn from, not of the model's own logits.
 
     Returns:
-        Ids [B] as `sample` gives them, and `packed_logprobs` [B, 2 + 2 * num_top], zeros if no row wants them.
+        Ids [B] as `sample` gives them, or NO_TOKEN_LEFT; the processors' state after them; and `packed_logprobs`
+        [B, 2 + 2 * num_top], zeros if no row wants them.
     """
-    ids = sample(logits, state, position)
+    processed = process_logits(logits, processors, slot, jnp.asarray(state.processed), position, step_allowed)
+    ids = sample(processed, state, position)
+    failed = ids == FAILED_TOKEN
+    # A row that had finite logits before what is forbidden was taken from them is at a dead end, not broken.
+    sound = lax.cond(jnp.any(failed), lambda: _sound(logits), lambda: failed)
+    ids = jnp.where(failed & sound, NO_TOKEN_LEFT, ids)
 
     def tell() -> jax.Array:
-        return packed_logprobs(_drawn_from(logits, state) if processed_logprobs else logits, ids, num_top)
+        return packed_logprobs(_drawn_from(processed, state) if processed_logprobs else logits, ids, num_top)
 
     nothing = jnp.zeros((logits.shape[0], packed_width(num_top)), jnp.int32)
-    return ids, lax.cond(jnp.any(state.logprobs), tell, lambda: nothing)
+    return (ids, note_tokens(processors, slot, jnp.asarray(state.processed), ids),
+            lax.cond(jnp.any(state.logprobs), tell, lambda: nothing))
+
+
+def _sound(logits: jax.Array) -> jax.Array:
+    """[B] whether a row is a distribution: some logit is finite, and none is NaN or plus infinity."""
+    return jnp.any(jnp.isfinite(logits), axis=-1) & ~jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 
 def _drawn_from(logits: jax.Array, state: SamplingState) -> jax.Array:

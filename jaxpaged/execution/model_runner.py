@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.execution.logit_processors import neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.programs import ADMIT_SIZES, TABLE_ROWS, Params, ProgramSet, StepShape
 from jaxpaged.execution.sampler import state_of
@@ -16,6 +17,7 @@ from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.messages import EngineRequest, TokenLogprobs
 from jaxpaged.models.transformer import Pools
+from jaxpaged.scheduling.request import Request
 from jaxpaged.scheduling.scheduler import SchedulerOutput
 
 
@@ -90,6 +92,12 @@ class ModelRunner:
         self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=everywhere)
         self._last_id = jnp.zeros(slots, jnp.int32, device=everywhere)
         self._sampling = jax.device_put(state_of((), slots), everywhere)
+        self._vocab_size = programs.num_logits
+        self._processors = jax.device_put(neutral_processors(slots, self._vocab_size), everywhere)
+        self._all_allowed = {
+            rows: jax.device_put(neutral_processors(rows, self._vocab_size).allowed, everywhere)
+            for rows in {shape.samples_of(size) for size in shape.sizes}
+        }
 
     @property
     def params(self) -> Params:
@@ -105,6 +113,9 @@ class ModelRunner:
         admitted = [(piece.request.message, piece.slot) for piece in step.pieces if piece.admit]
         for first in range(0, len(admitted), ADMIT_SIZES[-1]):
             self._admit(admitted[first : first + ADMIT_SIZES[-1]])
+        for piece in step.pieces:
+            if piece.admit and piece.request.message.params.has_processors:
+                self._admit_processors(piece.request, piece.slot)
         tables = [(piece.slot, piece.table) for piece in step.pieces if piece.table]
         for first in range(0, len(tables), TABLE_ROWS):
             self._write_tables(tables[first : first + TABLE_ROWS])
@@ -116,8 +127,9 @@ class ModelRunner:
         )
         ids, logprobs = None, None
         if any(piece.samples and piece.request.full_sampling for piece in step.pieces):
-            ids, self._last_id, logprobs = self._programs.get(("sample_full", shape.samples_of(size)))(
-                self._sampling, self._last_id, logits, slot, position
+            samples = shape.samples_of(size)
+            ids, self._processors, self._last_id, logprobs = self._programs.get(("sample_full", samples))(
+                self._sampling, self._processors, self._last_id, logits, slot, position, self._all_allowed[samples]
             )
         elif step.num_sampled:
             ids, self._last_id = self._programs.get(("sample", shape.samples_of(size)))(
@@ -137,6 +149,11 @@ class ModelRunner:
         if shapes(params) not in (shapes(self._params), shapes(self._stored)):
             raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
         self._params = placed(params, self._programs.params, self._programs.placement)
+
+    def _admit_processors(self, request: Request, slot: int) -> None:
+        length = request.num_prompt_tokens
+        row = processors_of(request.message, request.token_ids[:length], request.token_ids[length:], self._vocab_size)
+        self._processors = self._programs.get(("admit_full", 1))(self._processors, row, np.array([slot], np.int32))
 
     def _admit(self, requests: list[tuple[EngineRequest, int]]) -> None:
         size = next(size for size in ADMIT_SIZES if size >= len(requests))

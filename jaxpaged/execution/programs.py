@@ -1,8 +1,9 @@
 """The closed set of compiled programs: nothing else runs on the device after start-up.
 
 `forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `sample_full[B]` does so in steps where
-a row wants more than a draw, `admit[n]` writes n slots, `table[n]` the block-table rows of n slots whose first blocks
-are there already. They are ahead-of-time executables, which refuse a new shape instead of compiling for it.
+a row wants more than a draw, `admit[n]` writes n slots and `admit_full[1]` what only that variant reads, `table[n]` the
+block-table rows of n slots whose first blocks are there already. They are ahead-of-time executables, which refuse a new
+shape instead of compiling for it.
 """
 
 import logging
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpaged.execution.full_sampler import sample_full
 from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.logit_processors import ProcessorState, neutral_processors
 from jaxpaged.execution.logprobs import NUM_TOP
 from jaxpaged.execution.sampler import SamplingState, sample, state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
@@ -136,6 +138,11 @@ class ProgramSet:
     def num_compiled(self) -> int:
         return len(self._compiled)
 
+    @property
+    def num_logits(self) -> int:
+        """V of the logits, padding for the mesh included."""
+        return self._config.vocab_size
+
     def names(self) -> tuple[ProgramName, ...]:
         """The closed set, the slowest to compile first."""
         sizes = self._shape.sizes
@@ -145,6 +152,7 @@ class ProgramSet:
             *((kind, count) for kind in ("sample_full", "sample") for count in reversed(samples)),
             *(("admit", count) for count in ADMIT_SIZES),
             ("table", TABLE_ROWS),
+            ("admit_full", 1),
         )
 
     def compile_all(self, done: Callable[[ProgramName], None]) -> None:
@@ -209,13 +217,20 @@ class ProgramSet:
         if kind == "sample_full":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
             rows = self._spec((count,), jnp.int32)
+            processors, allowed = self._processor_shapes(slots), self._processor_shapes(count).allowed
             draw = partial(_sample_full, num_top=min(self._shape.num_top, self._vocab_size),
                            processed_logprobs=self._shape.processed_logprobs)
             # Each device gets all of the logits here: what takes them apart further is rare and small.
             spread = self.placement.spread(draw, REPLICATED, REPLICATED)
-            return jax.jit(spread, donate_argnums=1).lower(state, ids, logits, rows, rows)
+            return jax.jit(spread, donate_argnums=(1, 2)).lower(state, processors, ids, logits, rows, rows, allowed)
+        if kind == "admit_full":
+            return jax.jit(_admit_full, donate_argnums=0).lower(
+                self._processor_shapes(slots), self._processor_shapes(count), self._spec((count,), jnp.int32))
         rows = self._placed(jax.eval_shape(lambda: state_of((), count)))
         return jax.jit(_admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
+
+    def _processor_shapes(self, rows: int) -> Any:
+        return self._placed(jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size)))
 
     def _forward(self, size: int) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
         graph, config, block_size = self._graph, self._config, self._shape.block_size
@@ -273,13 +288,18 @@ def _sample_in_kernel(
 
 
 def _sample_full(
-    state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array, position: jax.Array, *,
-    num_top: int, processed_logprobs: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Ids [B], the slots' last ids with them written, and log probabilities [B, 2 + 2 * num_top]."""
+    state: SamplingState, processors: ProcessorState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
+    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool,
+) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
+    """Ids [B], both states of the slots with them written, and log probabilities [B, 2 + 2 * num_top]."""
     rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
-    ids, logprobs = sample_full(logits, rows, position, num_top=num_top, processed_logprobs=processed_logprobs)
-    return ids, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
+    ids, processors, logprobs = sample_full(
+        logits, rows, processors, slot, position, step_allowed, num_top=num_top, processed_logprobs=processed_logprobs)
+    return ids, processors, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
+
+
+def _admit_full(state: ProcessorState, rows: ProcessorState, slot: jax.Array) -> ProcessorState:
+    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), state, rows)
 
 
 def _admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> SamplingState:

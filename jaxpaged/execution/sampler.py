@@ -28,8 +28,7 @@ _MOST_TEMPERATURE = 1e30
 _SHARED_BITS = 4
 
 
-@partial(jax.tree_util.register_dataclass,
-         data_fields=["temperature", "top_k", "top_p", "min_p", "seed", "choice", "logprobs"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingState:
     """Sampling parameters on the device, one row per slot (or per sampled row, once gathered).
@@ -40,6 +39,7 @@ class SamplingState:
         seed: [rows, 2] uint32, high and low half.
         choice: [rows] int32, index of the choice within its request.
         logprobs: [rows] bool, whether log probabilities are wanted.
+        processed: [rows] bool, whether the slot's row of `ProcessorState` counts.
     """
 
     temperature: Rows
@@ -49,6 +49,7 @@ class SamplingState:
     seed: Rows
     choice: Rows
     logprobs: Rows
+    processed: Rows
 
 
 def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
@@ -69,6 +70,7 @@ def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
                        column([seed & _LOW_HALF for seed in seeds], 0, np.uint32)], axis=1),
         choice=column([request.choice for request in requests], 0, np.int32),
         logprobs=column([item.logprobs is not None for item in params], False, np.bool_),
+        processed=column([item.has_processors for item in params], False, np.bool_),
     )
 
 

@@ -29,6 +29,7 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 }
 
 FAILED_TOKEN = -1  # what the sampler returns for a row whose logits are not finite
+NO_TOKEN_LEFT = -2  # and for one where everything is forbidden
 
 # A request that does not fit may be passed by so many others before nobody is let in until it fits.
 MAX_PASSED = 16
@@ -171,6 +172,9 @@ class Scheduler:
             if token == FAILED_TOKEN:
                 error = "the model produced logits that are not finite"
                 deltas.append(self._finish(request, RequestStatus.FINISHED_ERROR, error=error))
+                continue
+            if token == NO_TOKEN_LEFT:
+                deltas.append(self._finish(request, RequestStatus.FINISHED_STOPPED))
                 continue
             request.token_ids.append(token)
             delta = self._after_token(request, token)
