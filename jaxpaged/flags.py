@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from jaxpaged.errors import ConfigError
 
-GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel"}
+GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
+          "server": "server"}
 
 class Parser(argparse.ArgumentParser):
     """One line per error, and no guessing from abbreviations."""

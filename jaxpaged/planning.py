@@ -4,7 +4,7 @@ The same function serves the engine at its start, `python -m jaxpaged.plan` and 
 neither weights nor the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,10 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logprobs import NUM_TOP
 from jaxpaged.execution.memory_plan import MemoryPlan, plan_memory, refusal, temporary_bound
-from jaxpaged.execution.programs import Params, ProgramSet, StepShape, step_sizes
+from jaxpaged.execution.programs import Params, StepShape, step_sizes
 from jaxpaged.execution.sharding import (
     TENSOR,
     Partition,
-    Placement,
     axes_tree,
     padded,
     partition_of,
@@ -69,6 +68,11 @@ class ModelDefinition:
     vocab_size: int
 
     @property
+    def num_parameters(self) -> int:
+        """Padding not counted."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.stored))
+
+    @property
     def weight_bytes(self) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes))
 
@@ -92,7 +96,7 @@ def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition
     axis = TENSOR if partition.size > 1 else None
 
     def split(sizes: ModelConfig) -> tuple[nnx.GraphDef[Transformer], Params]:
-        graph, state = nnx.split(nnx.eval_shape(lambda: family.build(sizes, dtype, axis=axis)))
+        graph, state = nnx.split(family.outline(sizes, dtype, axis))
         return graph, nnx.to_pure_dict(state)
 
     held = padded(config, partition)
@@ -101,29 +105,8 @@ def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition
     return ModelDefinition(held, graph, shapes, axes_tree(shapes, family.weights), stored, config.vocab_size)
 
 
-def program_set(
-    plan: EnginePlan, definition: ModelDefinition, devices: Sequence[jax.Device], *, platform: str,
-    native_attention: bool = False,
-) -> ProgramSet:
-    """The programs of a plan on these devices, for its own definition or one of fewer layers."""
-    return ProgramSet(
-        definition.graph, definition.shapes, definition.config,
-        replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
-        placement=Placement.of(devices, plan.partition), vocab_size=definition.vocab_size, platform=platform,
-        native_attention=native_attention)
-
-
-def temporaries_by_compiling(
-    plan: EnginePlan, model: ModelConfig, define: Callable[[ModelConfig, Partition], ModelDefinition],
-    devices: Sequence[jax.Device], *, platform: str, native_attention: bool = False,
-) -> int:
-    """Bytes that the largest step takes for itself on each device."""
-    small = define(model.replace(num_layers=min(TRIAL_LAYERS, model.num_layers)), plan.partition)
-    return program_set(plan, small, devices, platform=platform, native_attention=native_attention).largest_temporaries()
-
-
 def temporaries_by_bound(plan: EnginePlan, model: ModelConfig) -> int:
-    """The same where no compiler can tell, or it does not matter."""
+    """Bytes that the largest step takes for itself on each device at most, where no compiler tells."""
     tokens = plan.max_num_batched_tokens
     return temporary_bound(model, num_devices=plan.partition.size, tokens=tokens,
                            samples=plan.shape.samples_of(tokens), itemsize=plan.dtype.itemsize)
@@ -183,7 +166,7 @@ def make_plan(
 
     found = plan(config.num_gpu_blocks_override, temporaries(plan(TRIAL_BLOCKS, 0)))
     if not found.memory.fits:
-        raise ConfigError(refusal(found.memory, _remedies(found, config, model, whole)))
+        raise ConfigError(refusal(found.memory, _remedies(found, config, model, whole, on_cpu)))
     if found.memory.tokens < max_model_len:
         report(f"the KV pool holds {found.memory.tokens:,} tokens: the context is lowered from {max_model_len:,} to "
                "that; --kv-cache-memory-bytes or --num-gpu-blocks-override make it larger")
@@ -197,7 +180,9 @@ def lengths_of_interest(max_model_len: int) -> tuple[int, ...]:
     return tuple(sorted({max_model_len, *(length for length in (1024, 4096, 16384) if length < max_model_len)}))
 
 
-def _remedies(plan: EnginePlan, config: EngineConfig, model: ModelConfig, whole: ModelDefinition) -> list[str]:
+def _remedies(
+    plan: EnginePlan, config: EngineConfig, model: ModelConfig, whole: ModelDefinition, on_cpu: bool
+) -> list[str]:
     """Flags that would make room, those that help most first."""
     memory, size = plan.memory, plan.partition.size
     found = []
@@ -206,7 +191,8 @@ def _remedies(plan: EnginePlan, config: EngineConfig, model: ModelConfig, whole:
     elif config.kv_cache_memory_bytes is not None:
         found.append(f"--kv-cache-memory-bytes of at least {2 * memory.block_bytes} that fits, or left out")
     room = memory.allowed_bytes - memory.temporary_bytes - memory.reserve_bytes - 2 * memory.block_bytes
-    larger = [count for count in possible_sizes(model) if count > size
+    # On CPU all devices share one memory.
+    larger = [count for count in possible_sizes(model) if count > size and not on_cpu
               and shard_bytes(whole.shapes, whole.axes, partition_of(model, count)) <= room]
     if memory.weight_bytes > room and larger:
         found.append(f"--tensor-parallel-size {larger[0]}, whose devices hold "

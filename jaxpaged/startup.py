@@ -17,7 +17,7 @@ from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.execution.devices import DeviceInfo, select_device
 from jaxpaged.execution.model_runner import ModelRunner, placed
 from jaxpaged.execution.programs import Params, ProgramSet, StepShape
-from jaxpaged.execution.sharding import Partition
+from jaxpaged.execution.sharding import Partition, Placement
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
@@ -29,6 +29,7 @@ from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import native_attention
 from jaxpaged.planning import (
+    TRIAL_LAYERS,
     DeviceDescription,
     EnginePlan,
     ModelDefinition,
@@ -37,9 +38,7 @@ from jaxpaged.planning import (
     lengths_of_interest,
     make_plan,
     model_dtype,
-    program_set,
     temporaries_by_bound,
-    temporaries_by_compiling,
 )
 
 _SHOW_LOADING_BYTES = 2**30  # smaller models load in seconds: the compilation's bar is enough
@@ -63,7 +62,7 @@ class ReadyModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class ModelSource:
     """A model before its weights are there: how to define it for some devices, and how to load it."""
 
     config: ModelConfig
@@ -84,21 +83,10 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     _enable_compilation_cache()
     model = _from_memory(in_memory) if in_memory else _from_checkpoint(config, device)
     on_cpu = device.platform == "cpu"
-    cache_dtype = model.dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    native = _native_attention(config.cpu_attention, device, {model.dtype, jnp.dtype(cache_dtype)}, report)
-
-    def temporaries(plan: EnginePlan) -> int:
-        if on_cpu and config.gpu_memory_utilization is None:  # the pool's size does not follow from it
-            return temporaries_by_bound(plan, model.config)
-        return temporaries_by_compiling(plan, model.config, model.define, device.devices, platform=device.platform,
-                                        native_attention=native)
-
-    plan = make_plan(
-        config, model.config, DeviceDescription(device.platform, device.kind, device.memory_bytes), dtype=model.dtype,
-        definition=model.define, temporaries=temporaries, report=report)
+    plan = plan_engine(config, model, device, report)
     for line in plan.memory.lines(device.kind, lengths_of_interest(plan.max_model_len)):
         report(line)
-    programs = program_set(plan, plan.definition, device.devices, platform=device.platform, native_attention=native)
+    programs = _programs(config, plan, plan.definition, device, report)
     params = _load_and_compile(model, plan.definition, programs, lazily=config.enforce_eager)
     if on_cpu:
         return_free_memory()
@@ -124,18 +112,69 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     return ReadyModel(runner, info, plan.shape)
 
 
-def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> _Model:
+def plan_engine(
+    config: EngineConfig, model: ModelSource, device: DeviceInfo, report: Report, *, compiling: bool = True
+) -> EnginePlan:
+    """Every size that the engine runs with; the device may be one that programs can only be compiled for, or none.
+
+    Args:
+        compiling: find the temporaries by compiling the largest step, where the pool's size depends on them.
+
+    Raises:
+        ConfigError: the model does not fit; the text has the numbers and the flags that would help.
+    """
+    compiling = compiling and temporaries_matter(config, device)
+
+    def temporaries(plan: EnginePlan) -> int:
+        if not compiling:
+            return temporaries_by_bound(plan, model.config)
+        small = model.define(model.config.replace(num_layers=min(TRIAL_LAYERS, model.config.num_layers)),
+                             plan.partition)
+        return _programs(config, plan, small, device, report).largest_temporaries()
+
+    return make_plan(
+        config, model.config, DeviceDescription(device.platform, device.kind, device.memory_bytes), dtype=model.dtype,
+        definition=model.define, temporaries=temporaries, report=report)
+
+
+def temporaries_matter(config: EngineConfig, device: DeviceInfo) -> bool:
+    """Whether the pool gets what is left of a share of the memory, and a compiler can tell what the steps take."""
+    return bool(device.devices) and (device.platform != "cpu" or config.gpu_memory_utilization is not None)
+
+
+def _programs(
+    config: EngineConfig, plan: EnginePlan, definition: ModelDefinition, device: DeviceInfo, report: Report
+) -> ProgramSet:
+    native = _native_attention(config.cpu_attention, device, {plan.dtype, plan.cache.dtype}, report)
+    return ProgramSet(
+        definition.graph, definition.shapes, definition.config,
+        replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
+        placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size,
+        platform=device.platform, native_attention=native)
+
+
+def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
     checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir))
-    hf = checkpoint.config | (config.hf_overrides or {})
+    found = model_of(config, checkpoint.config, device.platform)
+    eos = found.config.eos_token_ids + _ids(checkpoint.generation_config.get("eos_token_id"))
+    return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
+                   load=partial(_load, checkpoint, find_family(checkpoint.config), found.dtype))
+
+
+def model_of(config: EngineConfig, hf: dict[str, Any], platform: str) -> ModelSource:
+    """The model that a config.json describes, without weights to load."""
+    hf = hf | (config.hf_overrides or {})
     family = find_family(hf)
-    model_config = family.config_from_hf(hf)
-    eos = model_config.eos_token_ids + _ids(checkpoint.generation_config.get("eos_token_id"))
-    model_config = model_config.replace(eos_token_ids=tuple(sorted(set(eos))))
-    dtype = model_dtype(config.dtype, model_config, device.platform)
-    return _Model(model_config, dtype, partial(define, family, dtype), partial(_load, checkpoint, family, dtype))
+    model = family.config_from_hf(hf)
+    dtype = model_dtype(config.dtype, model, platform)
+
+    def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
+        raise CheckpointError("this model has no weights")
+
+    return ModelSource(model, dtype, partial(define, family, dtype), load)
 
 
-def _from_memory(model: InMemoryModel) -> _Model:
+def _from_memory(model: InMemoryModel) -> ModelSource:
     config = model.module.config
     family = find_family({"architectures": [config.architecture]})
     dtype = jnp.dtype(jax.tree.leaves(model.params)[0].dtype)
@@ -151,7 +190,7 @@ def _from_memory(model: InMemoryModel) -> _Model:
     def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
         return placed(model.params, programs.params, programs.placement)
 
-    return _Model(config, dtype, like_the_params, load)
+    return ModelSource(config, dtype, like_the_params, load)
 
 
 def _load(
@@ -174,7 +213,7 @@ def _load(
     )
 
 
-def _load_and_compile(model: _Model, definition: ModelDefinition, programs: ProgramSet, *, lazily: bool) -> Params:
+def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs: ProgramSet, *, lazily: bool) -> Params:
     progress = definition.weight_bytes >= _SHOW_LOADING_BYTES
     if lazily:
         return model.load(definition, programs, progress)

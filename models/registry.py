@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models import llama
+from jaxpaged.models import llama, qwen2
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MeshAxes
 from jaxpaged.models.transformer import Transformer
@@ -24,14 +25,31 @@ class ModelFamily:
     ignored: tuple[str, ...]
 
     def build(self, config: ModelConfig, dtype: jnp.dtype, seed: int = 0, axis: MeshAxes = None) -> Transformer:
-        """The module with random weights; call it under `nnx.eval_shape` to draw none. For `axis` see there."""
+        """The module with random weights. For `axis` see there."""
         return Transformer(config, dtype=dtype, rngs=nnx.Rngs(seed), axis=axis)
+
+    def outline(self, config: ModelConfig, dtype: jnp.dtype, axis: MeshAxes = None) -> Transformer:
+        """The module with the shapes of its weights alone; nothing is drawn."""
+        return nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=_OneKey(), axis=axis))
+
+
+class _OneKey(nnx.Rngs):
+    """The same key for every draw: counting draws takes most of the time that an outline takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
 
 
 _LLAMA = ModelFamily(llama.config_from_hf, llama.WEIGHTS, llama.IGNORED)
 
+_QWEN2 = ModelFamily(qwen2.config_from_hf, qwen2.WEIGHTS, qwen2.IGNORED)
+
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _QWEN2,
 }
 
 

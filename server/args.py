@@ -151,7 +151,7 @@ def _make_parser(prog: str) -> Parser:
     parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
                         help="show the version and exit")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; those of the command line win")
-    add_flags(parser, (EngineConfig, ServerConfig), GROUPS | {"server": "server"}, NOT_SUPPORTED)
+    add_flags(parser, (EngineConfig, ServerConfig), GROUPS, NOT_SUPPORTED)
     for name, reason in _OLD_SWITCHES.items():
         parser.add_argument(name, action=_OldFlag, nargs=0, const=reason, help=argparse.SUPPRESS)
     for name, reason in _OLD_OPTIONS.items():

@@ -104,10 +104,11 @@ def _loaded_by(code: str) -> set[str]:
     return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 
 
-def test_help_loads_neither_jax_nor_fastapi() -> None:
+@pytest.mark.parametrize("command", ["server", "plan", "convert"])
+def test_help_loads_neither_jax_nor_fastapi(command: str) -> None:
     """What makes `--help` quick."""
-    loaded = _loaded_by("import runpy, sys\nsys.argv = ['jaxpaged.server', '--help']\n"
-                        "try:\n    runpy.run_module('jaxpaged.server', run_name='__main__')\n"
+    loaded = _loaded_by(f"import runpy, sys\nsys.argv = ['jaxpaged.{command}', '--help']\n"
+                        f"try:\n    runpy.run_module('jaxpaged.{command}', run_name='__main__')\n"
                         "except SystemExit as end:\n    assert not end.code\n"
                         "else:\n    raise AssertionError('--help did not exit')")
     assert not loaded & {"jax", "flax", "fastapi", "uvicorn", "transformers", "torch", "numpy"}

@@ -39,6 +39,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
                   "rms_norm_eps": 1e-2},
     "all at once": {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True,
                     "num_key_value_heads": 1, "rope_parameters": LLAMA3},
+    "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
 }
 
 
@@ -46,13 +47,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One directory per checkpoint, as transformers saves them, with a tokenizer beside it."""
     torch = pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     root = tmp_path_factory.mktemp("checkpoints")
     for name, changes in CHECKPOINTS.items():
         folder = write_model(root / name)
         torch.manual_seed(len(name))
-        model = LlamaForCausalLM(LlamaConfig(**(COMMON | changes)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**({"model_type": "llama"} | COMMON | changes)))
         for key, parameter in model.named_parameters():
             scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
             parameter.data = ("norm" in key) + scale * torch.randn_like(parameter)
