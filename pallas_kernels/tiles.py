@@ -1,0 +1,55 @@
+"""Tile sizes of the GPU kernels, one table per GPU generation.
+
+Registers, spills and shared memory behind each choice come from compiling (`tests/test_gpu_compile.py` checks them on
+every run); no GPU has timed them yet.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """How a program of the attention kernel works.
+
+    Attributes:
+        rows: query rows (tokens times heads of a group) of a tile, ascending; a tile takes the first that it fits in.
+        block: tokens of context per iteration.
+        num_warps, num_stages: see `lowering.launch`.
+        programs_per_sm: how many fit one multiprocessor, by registers and shared memory.
+    """
+
+    rows: tuple[int, ...]
+    block: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTable:
+    """A generation's tiles: for steps of few tokens, and for steps that can hold pieces of prompts."""
+
+    few: AttentionTiles
+    many: AttentionTiles
+
+
+MANY_TOKENS = 32  # steps from this size on also have large tiles
+
+# By generation and bytes per stored number.
+ATTENTION: dict[str, dict[int, AttentionTable]] = {
+    "ampere": {
+        1: AttentionTable(AttentionTiles((16,), 32, 4, 3, 3), AttentionTiles((16, 64), 32, 4, 3, 2)),
+        2: AttentionTable(AttentionTiles((16,), 64, 4, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 2)),
+        4: AttentionTable(AttentionTiles((16,), 32, 4, 2, 1), AttentionTiles((16, 64), 32, 4, 2, 1)),
+    },
+    "ada": {
+        1: AttentionTable(AttentionTiles((16,), 32, 4, 3, 3), AttentionTiles((16, 64), 32, 4, 3, 1)),
+        2: AttentionTable(AttentionTiles((16,), 32, 4, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 1)),
+        4: AttentionTable(AttentionTiles((16,), 32, 4, 2, 1), AttentionTiles((16, 64), 32, 4, 2, 1)),
+    },
+    "hopper": {
+        1: AttentionTable(AttentionTiles((16,), 32, 4, 3, 4), AttentionTiles((16, 64), 64, 4, 3, 2)),
+        2: AttentionTable(AttentionTiles((16,), 64, 4, 3, 3), AttentionTiles((16, 64), 64, 4, 3, 2)),
+        4: AttentionTable(AttentionTiles((16,), 32, 4, 2, 2), AttentionTiles((16, 64), 32, 4, 2, 1)),
+    },
+}
