@@ -24,6 +24,7 @@ from jaxpaged.loading.hub import cache_dir, resolve_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint
 from jaxpaged.loading.weights import KeyPath, load_params
 from jaxpaged.messages import EngineInfo
+from jaxpaged.models.attention import can_run_natively
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.transformer import Transformer
@@ -145,7 +146,7 @@ def temporaries_matter(config: EngineConfig, device: DeviceInfo) -> bool:
 def _programs(
     config: EngineConfig, plan: EnginePlan, definition: ModelDefinition, device: DeviceInfo, report: Report
 ) -> ProgramSet:
-    native = _native_attention(config.cpu_attention, device, {plan.dtype, plan.cache.dtype}, report)
+    native = _native_attention(config.cpu_attention, device, definition.config, {plan.dtype, plan.cache.dtype}, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
         replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
@@ -232,15 +233,21 @@ def _settle(pool: jax.Array) -> None:
         move_zeros_to_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
 
 
-def _native_attention(wanted: str, device: DeviceInfo, dtypes: set[jnp.dtype], report: Report) -> bool:
+def _native_attention(
+    wanted: str, device: DeviceInfo, model: ModelConfig, dtypes: set[jnp.dtype], report: Report
+) -> bool:
     """Whether attention runs in the native kernel, which is then built and registered."""
-    if wanted == "xla" or (wanted == "auto" and (device.platform != "cpu" or dtypes != {jnp.dtype("float32")})):
+    fits = device.platform == "cpu" and dtypes == {jnp.dtype("float32")} and can_run_natively(model)
+    if wanted == "xla" or (wanted == "auto" and not fits):
         return False
     if device.platform != "cpu":
         raise ConfigError(f"--cpu-attention native cannot run on {device.platform}; leave it out")
     if dtypes != {jnp.dtype("float32")}:
         raise ConfigError("--cpu-attention native needs weights and KV pool in float32; add --dtype float32 "
                           "--kv-cache-dtype float32, or leave it out")
+    if not fits:
+        raise ConfigError("--cpu-attention native computes plain causal attention only, and this model asks for more; "
+                          "leave it out")
     failure = native_attention.build(cache_dir() / "native")
     if failure is not None and wanted == "native":
         raise ConfigError(f"--cpu-attention native cannot be built: {failure}; use auto or xla")

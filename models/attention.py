@@ -9,11 +9,34 @@ from flax import nnx
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Linear, MeshAxes, rotary_angles, rotate
-from jaxpaged.pallas_kernels import native_attention, xla_paged_attention
+from jaxpaged.pallas_kernels import native_attention, paged_attention, xla_paged_attention
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.kv_write import write_kv
+from jaxpaged.pallas_kernels.lowering import GpuTarget
+from jaxpaged.pallas_kernels.tiles import AttentionTiles
+from jaxpaged.pallas_kernels.work_list import WorkList, make_work_list
 
-TILES = xla_paged_attention.TileSizes()
+XLA_TILES = xla_paged_attention.TileSizes()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAttention:
+    """The work of one step for the GPU kernel: a work list for each window that some layer has."""
+
+    target: GpuTarget
+    tiles: AttentionTiles
+    work: tuple[tuple[int | None, WorkList], ...]
+
+    def work_for(self, window: int | None) -> WorkList:
+        return dict(self.work)[window]
+
+
+jax.tree_util.register_pytree_node(
+    GpuAttention,
+    lambda gpu: ([work for _, work in gpu.work], (gpu.target, gpu.tiles, tuple(window for window, _ in gpu.work))),
+    lambda static, lists: GpuAttention(static[0], static[1], tuple(zip(static[2], lists, strict=True))),
+)
 
 
 @partial(jax.tree_util.register_dataclass,
@@ -27,7 +50,8 @@ class AttentionMetadata:
         page, place: [T] where each token's key and value go: page and place inside it.
         cos, sin: [T, H // 2] float32 rotary angles.
         block_table: [slots + 1, width] pages of each slot; the last row is the null slot of padding.
-        work: the XLA path's work list; None picks the native kernel, which finds its tiles itself.
+        work: what the path through attention needs, and with that, which path: the GPU's kernel, XLA, or None for the
+            native CPU kernel, which finds its tiles itself.
     """
 
     slot: jax.Array
@@ -37,19 +61,29 @@ class AttentionMetadata:
     cos: jax.Array
     sin: jax.Array
     block_table: jax.Array
-    work: xla_paged_attention.WorkList | None
+    work: GpuAttention | xla_paged_attention.WorkList | None
 
 
 def make_metadata(
     slot: jax.Array, position: jax.Array, block_table: jax.Array, config: ModelConfig, block_size: int, *,
-    native: bool = False,
+    cache_dtype: jnp.dtype | None = None, native: bool = False, target: GpuTarget | None = None,
 ) -> AttentionMetadata:
     """Metadata of a step of T tokens; padding rows have the null slot (the table's last row) and position 0.
 
-    `native`: attention runs in the native CPU kernel; see `native_attention.build`.
+    Args:
+        config: with the heads that this device has.
+        cache_dtype: of the pages; only the GPU's tiles depend on it.
+        native: attention runs in the native CPU kernel; see `native_attention.build`.
+        target: the GPU, if it runs on one.
     """
     null_slot = block_table.shape[0] - 1
     cos, sin = rotary_angles(position, config.head_dim, config.rope)
+    work: GpuAttention | xla_paged_attention.WorkList | None = None
+    if target is not None:
+        assert cache_dtype is not None, "the GPU's tiles depend on the dtype of the pages"
+        work = _gpu_attention(slot, position, null_slot, config, cache_dtype, target)
+    elif not native:
+        work = xla_paged_attention.make_work_list(slot, position, null_slot, XLA_TILES)
     return AttentionMetadata(
         slot=slot,
         position=position,
@@ -58,14 +92,32 @@ def make_metadata(
         cos=cos,
         sin=sin,
         block_table=block_table,
-        work=None if native else xla_paged_attention.make_work_list(slot, position, null_slot, TILES),
+        work=work,
     )
 
 
-class Attention(nnx.Module):
-    """Grouped-query self-attention over the page pools."""
+def _gpu_attention(
+    slot: jax.Array, position: jax.Array, null_slot: int, config: ModelConfig, cache_dtype: jnp.dtype, target: GpuTarget
+) -> GpuAttention:
+    tokens, heads, kv_heads = slot.shape[0], config.num_heads, config.num_kv_heads
+    tiles = paged_attention.choose_tiles(target, tokens, heads // kv_heads, config.head_dim, cache_dtype)
+    sizes = paged_attention.work_sizes(target, tiles, tokens, null_slot, heads, kv_heads)
+    windows = sorted({config.window(layer) for layer in range(config.num_layers)}, key=lambda window: window or 0)
+    lists = ((window, make_work_list(slot, position, null_slot, sizes, window)) for window in windows)
+    return GpuAttention(target, tiles, tuple(lists))
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
+
+def can_run_natively(config: ModelConfig) -> bool:
+    """Whether the native CPU kernel computes all that this model's attention asks for."""
+    return not (any(config.windows) or config.attention_softcap or config.alibi or config.attention_sinks)
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention of one layer over its page pools."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
+    ) -> None:
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.attention_bias
         self.q = Linear(config.model_dim, heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
@@ -73,20 +125,37 @@ class Attention(nnx.Module):
         self.v = Linear(config.model_dim, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.o = Linear(heads * head_dim, config.model_dim, bias=config.attention_output_bias, dtype=dtype, rngs=rngs,
                         sum_over=axis)
+        self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if config.attention_sinks else None
+        self.alibi_heads = heads if config.alibi else 0
+        self.axis = axis
         self.head_dim = head_dim
+        self.rule = AttentionRule(config.attention_scale or head_dim**-0.5, config.window(layer),
+                                  config.attention_softcap)
 
     def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
         """x [T, D] -> (y [T, D], pools with this step's keys and values)."""
         tokens = x.shape[0]
-        q = rotate(self.q(x).reshape(tokens, -1, self.head_dim), meta.cos, meta.sin)
-        k = rotate(self.k(x).reshape(tokens, -1, self.head_dim), meta.cos, meta.sin)
-        v = self.v(x).reshape(tokens, -1, self.head_dim)
+        q, k, v = (project(x).reshape(tokens, -1, self.head_dim) for project in (self.q, self.k, self.v))
+        if not self.alibi_heads:
+            q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
         pages = write_kv(pages, k, v, meta.page, meta.place)
-        scale = self.head_dim**-0.5
-        if meta.work is None:
+        rule, bias, work = self.rule, self._head_bias(q.shape[1]), meta.work
+        if work is None:
             y = native_attention.paged_attention(
-                q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, scale
+                q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, rule.scale
             )
+        elif isinstance(work, GpuAttention):
+            y = paged_attention.paged_attention(q, pages, meta.block_table, work.work_for(rule.window), rule, bias,
+                                                tiles=work.tiles, target=work.target)
         else:
-            y = xla_paged_attention.paged_attention(q, pages.k, pages.v, meta.block_table, meta.work, scale, TILES)
+            y = xla_paged_attention.paged_attention(q, pages, meta.block_table, work, rule, bias, XLA_TILES)
         return self.o(y.reshape(tokens, -1)), pages
+
+    def _head_bias(self, heads: int) -> HeadBias:
+        """Of the `heads` query heads that this device has."""
+        slopes = None
+        if self.alibi_heads:
+            slopes = jnp.asarray(alibi_slopes(self.alibi_heads))
+            if self.axis is not None:
+                slopes = jax.lax.dynamic_slice_in_dim(slopes, jax.lax.axis_index(self.axis) * heads, heads)
+        return HeadBias(slopes, None if self.sinks is None else self.sinks[...].astype(jnp.float32))

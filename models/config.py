@@ -35,9 +35,20 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    # Attention, see AttentionRule: scale of the products (None: H ** -0.5), the window of each layer (empty: no layer
+    # has one), bound on scores, ALiBi instead of rotary positions, learned sinks.
+    attention_scale: float | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_softcap: float | None = None
+    alibi: bool = False
+    attention_sinks: bool = False
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer; None if it sees everything before."""
+        return self.windows[layer] if self.windows else None

@@ -17,9 +17,11 @@ Pools = tuple[KVPages, ...]  # one per layer
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP with residuals."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
+    ) -> None:
         self.attn_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
-        self.attn = Attention(config, dtype=dtype, rngs=rngs, axis=axis)
+        self.attn = Attention(config, layer, dtype=dtype, rngs=rngs, axis=axis)
         self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config.model_dim, config.mlp_dim, bias=config.mlp_bias, dtype=dtype, rngs=rngs, axis=axis)
 
@@ -43,8 +45,8 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
         self.config = config
         self.embed = Embedding(config.vocab_size, config.model_dim, dtype=dtype, rngs=rngs, axis=axis)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs, axis=axis)
-                                for _ in range(config.num_layers)])
+        self.layers = nnx.List([DecoderLayer(config, layer, dtype=dtype, rngs=rngs, axis=axis)
+                                for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
         tied = config.tie_embeddings
         self.head = None if tied else Linear(config.model_dim, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)

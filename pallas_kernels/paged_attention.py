@@ -1,9 +1,9 @@
 """Ragged paged attention for GPUs: decode rows and pieces of prompts in one launch.
 
-One program per (kv head, item of the work list). All query heads of a kv head share a tile, so that each key and value is
-read once; row r of a tile is token r // G, head r % G, for any G. A program walks its chunk of the context with an online
-softmax (Milakov and Gimelshein, 2018; Dao et al., 2022) in base 2. A tile whose context is one chunk is written at once;
-what is split goes to partial results, merged by a second kernel (flash-decoding; Dao et al., 2023).
+One program per (kv head, item of the work list). All query heads of a kv head share a tile, so that each key and value
+is read once; row r of a tile is token r // G, head r % G, for any G. A program walks its chunk of the context with an
+online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022) in base 2. A tile whose context is one chunk is written
+at once; what is split goes to partial results, merged by a second kernel (flash-decoding; Dao et al., 2023).
 
 The page ids of the next iteration are loaded one iteration ahead and carried by the loop. Loaded inside the iteration
 that needs them, they would take up the stages of Triton's pipeline, and no load of keys would overlap with arithmetic.
@@ -42,7 +42,9 @@ def choose_tiles(target: GpuTarget, tokens: int, group: int, head_dim: int, dtyp
     return AttentionTiles(rows, block, tiles.num_warps, tiles.num_stages, tiles.programs_per_sm)
 
 
-def work_sizes(target: GpuTarget, tiles: AttentionTiles, tokens: int, slots: int, heads: int, kv_heads: int) -> WorkSizes:
+def work_sizes(
+    target: GpuTarget, tiles: AttentionTiles, tokens: int, slots: int, heads: int, kv_heads: int
+) -> WorkSizes:
     """Sizes of the work of a step of `tokens` rows over `slots` slots.
 
     Splitting aims at two waves of programs: enough that the last ones to end leave little of the GPU idle.
@@ -67,8 +69,8 @@ def paged_attention(
 
     Keys and values are read only at positions that some row of a tile sees.
     """
-    tokens, heads, head_dim = q.shape
-    num_pages, page_size, kv_heads, _ = pages.k.shape
+    heads, head_dim = q.shape[1:]
+    page_size, kv_heads = pages.k.shape[1:3]
     group, sizes, row_count = heads // kv_heads, work.sizes, tiles.rows[-1]
     assert heads % kv_heads == 0 and pages.k.shape == pages.v.shape, (q.shape, pages.k.shape, pages.v.shape)
     assert page_size & (page_size - 1) == 0, f"the page size must be a power of two, not {page_size}"
@@ -77,9 +79,8 @@ def paged_attention(
     # Triton's offsets are signed and of 32 bits up to 4 GiB per array.
     assert pages.k.dtype.itemsize > 1 or not 2**31 <= pages.k.size <= 2**32, f"pools of {pages.k.size} bytes"
 
-    static = {"rule": rule, "group": group, "head_dim": head_dim}
     out, partials, logsums = launch(
-        partial(_attention_kernel, page_size=page_size, tiles=tiles, **static),
+        partial(_attention_kernel, rule=rule, group=group, head_dim=head_dim, page_size=page_size, tiles=tiles),
         q, *pages, *bias, block_table, work.items,
         name="paged_attention",
         grid=(kv_heads, sizes.num_items),
@@ -94,7 +95,7 @@ def paged_attention(
         interpret=target.interpret,
     )
     result: jax.Array = launch(
-        partial(_combine_kernel, **static),
+        partial(_combine_kernel, group=group, head_dim=head_dim),
         out, partials, logsums, bias.sinks, work.splits,
         name="paged_attention_combine",
         grid=(kv_heads, sizes.num_extra, row_count // COMBINE_ROWS),
@@ -209,7 +210,6 @@ def _combine_kernel(
     splits_ref: Any,  # [X, 4]
     out_ref: Any,  # [T, N, H]
     *,
-    rule: AttentionRule,
     group: int,
     head_dim: int,
 ) -> None:
@@ -241,7 +241,8 @@ def _combine_kernel(
         weighted = jnp.zeros((COMBINE_ROWS, lane.size), jnp.float32)
         _, total, weighted = lax.fori_loop(0, count, step, (highest, total, weighted))
         result = weighted / jnp.where(total > 0, total, 1)[:, None]
-        store(out_ref.at[(first_row + token)[:, None], head[:, None], lane[None, :]], result.astype(out_ref.dtype), mask)
+        place = ((first_row + token)[:, None], head[:, None], lane[None, :])
+        store(out_ref.at[place], result.astype(out_ref.dtype), mask)
 
 
 def _in_base_two(products: jax.Array, rule: AttentionRule) -> jax.Array:

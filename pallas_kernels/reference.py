@@ -6,6 +6,7 @@ Axis letters: T tokens, N query heads, K kv heads, H head dim, P pages, S page s
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages, quantize
 
 
@@ -32,26 +33,38 @@ def write_kv(
 
 def paged_attention(
     q: jax.Array,  # [T, N, H]
-    k_pool: jax.Array,  # [P, S, K, H]
-    v_pool: jax.Array,  # [P, S, K, H]
+    pages: KVPages,
     block_table: jax.Array,  # [rows, width] int32, the pages of each slot in order
     slot: jax.Array,  # [T] int32
     position: jax.Array,  # [T] int32
-    scale: float,
+    rule: AttentionRule,
+    bias: HeadBias,
 ) -> jax.Array:  # [T, N, H]
-    """Causal attention of each token to positions 0 to its own, all read through its slot's block table."""
+    """Attention of each token to positions 0 to its own by the rule, all read through its slot's block table."""
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_pool.shape[1], k_pool.shape[2]
+    page_size, kv_heads = pages.k.shape[1], pages.k.shape[2]
     context = block_table.shape[1] * page_size
 
-    def gather(pool: jax.Array) -> jax.Array:  # [T, context, N, H]
+    def gather(pool: jax.Array, scales: jax.Array | None) -> jax.Array:  # [T, context, N, H]
+        if scales is not None:
+            pool = pool.astype(jnp.float32) * scales.swapaxes(1, 2)[..., None]
         rows = pool[block_table[slot]].reshape(tokens, context, kv_heads, head_dim)
-        return jnp.repeat(rows, heads // kv_heads, axis=2)
+        return jnp.repeat(rows, heads // kv_heads, axis=2).astype(q.dtype)
 
-    seen = jnp.arange(context)[None, :] <= position[:, None]  # [T, context]
-    values = jnp.where(seen[:, :, None, None], gather(v_pool), 0)
-    scores = jnp.einsum("tnh,tcnh->tnc", q, gather(k_pool)).astype(jnp.float32) * scale
-    weights = jax.nn.softmax(jnp.where(seen[:, None, :], scores, -jnp.inf), axis=-1)
+    distance = jnp.arange(context)[None, :] - position[:, None]  # [T, context], 0 for a token itself
+    seen = distance <= 0
+    if rule.window is not None:
+        seen &= distance > -rule.window
+    scores = jnp.einsum("tnh,tcnh->tnc", q, gather(pages.k, pages.k_scale)).astype(jnp.float32) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * jnp.tanh(scores / rule.softcap)
+    if bias.slopes is not None:
+        scores = scores + bias.slopes[:, None] * distance[:, None, :]
+    scores = jnp.where(seen[:, None, :], scores, -jnp.inf)
+    if bias.sinks is not None:  # one more column, whose weight goes nowhere
+        scores = jnp.concatenate([scores, jnp.broadcast_to(bias.sinks[None, :, None], (tokens, heads, 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[:, :, :context]
+    values = jnp.where(seen[:, :, None, None], gather(pages.v, pages.v_scale), 0)
     return jnp.einsum("tnc,tcnh->tnh", weights.astype(q.dtype), values)
 
 

@@ -1,9 +1,9 @@
 """Cut a step into work for the GPU's attention kernel: on the device, once per step, for all layers.
 
-Query tiles: up to `tile_tokens` consecutive tokens of one slot share each read of the context; a decode row is a tile of
-one. Items: a tile's context is cut into chunks, one program each (flash-decoding; Dao et al., 2023). How long a chunk is
-follows from the step's total context and from how many programs fill the GPU, so that the number of items never exceeds
-what the grid was compiled for, whatever the lengths.
+Query tiles: up to `tile_tokens` consecutive tokens of one slot share each read of the context; a decode row is a tile
+of one. Items: a tile's context is cut into chunks, one program each (flash-decoding; Dao et al., 2023). How long a
+chunk is follows from the step's total context and from how many programs fill the GPU, so that the number of items
+never exceeds what the grid was compiled for, whatever the lengths.
 
 No sort, no loop: on a GPU each would cost more than this whole module, and a loop would split the CUDA graph of a step.
 """

@@ -22,6 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
+from jaxpaged.pallas_kernels.kv_pages import KVPages
+
 MASKED = -1e30  # finite, so that a row with nothing to see stays finite
 
 
@@ -97,23 +100,24 @@ def make_work_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: 
 
 def paged_attention(
     q: jax.Array,  # [T, N, H]
-    k_pool: jax.Array,  # [P, S, K, H]
-    v_pool: jax.Array,  # [P, S, K, H]
+    pages: KVPages,
     block_table: jax.Array,  # [slots + 1, width] int32; stale entries are fine, out of range ones are not
     work: WorkList,
-    scale: float,
+    rule: AttentionRule,
+    bias: HeadBias,
     sizes: TileSizes,
 ) -> jax.Array:  # [T, N, H]
     """Causal attention of each row to its slot's positions 0 to its own; padding rows give zeros."""
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_pool.shape[1], k_pool.shape[2]
-    q = (q * scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+    page_size, kv_heads = pages.k.shape[1], pages.k.shape[2]
+    q = (q * rule.scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     out = jnp.zeros_like(q)
     if tokens >= sizes.least_tiled:
-        pages = max(1, sizes.tile_chunk // page_size)
-        out = _several_rows(q, k_pool, v_pool, _pad_columns(block_table, pages), work, pages, sizes.tile_rows)
-    pages = max(1, sizes.group_chunk // page_size)
-    single = _single_rows(q, k_pool, v_pool, _pad_columns(block_table, pages), work, pages, min(sizes.group, tokens))
+        chunk = max(1, sizes.tile_chunk // page_size)
+        out = _several_rows(q, pages, _pad_columns(block_table, chunk), work, rule, bias, chunk, sizes.tile_rows)
+    chunk = max(1, sizes.group_chunk // page_size)
+    single = _single_rows(q, pages, _pad_columns(block_table, chunk), work, rule, bias, chunk,
+                          min(sizes.group, tokens))
     out = out.at[work.row].set(single, mode="drop")
     return out.reshape(tokens, heads, head_dim)
 
@@ -135,6 +139,33 @@ def _read_chunk(pool: jax.Array, pages: jax.Array, held: jax.Array | None) -> ja
     return rows if held is None else jnp.where(held[..., None], rows, 0)
 
 
+def _read_scales(scales: jax.Array | None, pages: jax.Array) -> jax.Array | None:
+    """Scales [..., K, C * S] of the tokens of the pages [..., C]."""
+    if scales is None:
+        return None
+    rows = jnp.moveaxis(scales.at[pages].get(mode="promise_in_bounds"), -3, -2)  # [..., K, C, S]
+    return rows.reshape(*rows.shape[:-2], -1)
+
+
+def _scored(
+    products: jax.Array,  # [..., rows, tokens] of scaled queries with stored keys
+    scales: jax.Array | None,  # of the keys, broadcasts against the products; so does all below
+    distance: jax.Array,  # key's position minus query's
+    slopes: jax.Array | None,
+    rule: AttentionRule,
+) -> jax.Array:
+    """Scores, by the rule."""
+    scores = products if scales is None else products * scales
+    if rule.softcap is not None:
+        scores = rule.softcap * jnp.tanh(scores / rule.softcap)
+    return scores if slopes is None else scores + slopes * distance.astype(jnp.float32)
+
+
+def _first_seen(context: jax.Array, rule: AttentionRule) -> jax.Array:
+    """First position that a row with this many tokens to see looks at."""
+    return jnp.zeros_like(context) if rule.window is None else jnp.maximum(context - rule.window, 0)
+
+
 def _online_softmax(
     highest: jax.Array,  # [..., rows] highest score so far
     scores: jax.Array,  # [..., rows, tokens] float32
@@ -149,10 +180,11 @@ def _online_softmax(
 
 def _single_rows(
     q: jax.Array,  # [T, K, G, H]
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    pages: KVPages,
     block_table: jax.Array,
     work: WorkList,
+    rule: AttentionRule,
+    bias: HeadBias,
     chunk: int,
     group: int,
 ) -> jax.Array:  # [T, K, G, H] in the work list's order
@@ -166,27 +198,41 @@ def _single_rows(
     own_head = jnp.eye(kv_heads, dtype=q.dtype)
     diagonal = jnp.einsum("tkgh,kj->tkgjh", sorted_q, own_head).reshape(-1, heads, width)
 
+    slopes = None if bias.slopes is None else bias.slopes[:, None]  # [N, 1]
+
+    def by_head(scales: jax.Array | None) -> jax.Array | None:  # [W, K, C * S] -> [W, N, C * S]
+        return None if scales is None else jnp.repeat(scales, per_head, axis=1)
+
     def run_group(index: jax.Array, out: jax.Array) -> jax.Array:
         first = index * group
         part = lax.dynamic_slice_in_dim(diagonal, first, group)  # [W, N, K * H]
-        pages = block_table[lax.dynamic_slice_in_dim(slots, first, group)]
+        columns = block_table[lax.dynamic_slice_in_dim(slots, first, group)]
         seen = lax.dynamic_slice_in_dim(context, first, group)
-        chunk_tokens = chunk * k_pool.shape[1]
+        begin = _first_seen(seen, rule)
+        chunk_tokens = chunk * pages.k.shape[1]
 
         def run_chunk(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, weighted = carry
-            here = lax.dynamic_slice(pages, (0, step * chunk), (group, chunk))
-            visible = step * chunk_tokens + jnp.arange(chunk_tokens) < seen[:, None]  # [W, C * S]
-            keys, values = _read_chunk(k_pool, here, None), _read_chunk(v_pool, here, visible)
-            scores = jnp.einsum("wnd,wcd->wnc", part, keys, preferred_element_type=jnp.float32)
+            here = lax.dynamic_slice(columns, (0, step * chunk), (group, chunk))
+            place = step * chunk_tokens + jnp.arange(chunk_tokens)
+            visible = (place < seen[:, None]) & (place >= begin[:, None])  # [W, C * S]
+            keys, values = _read_chunk(pages.k, here, None), _read_chunk(pages.v, here, visible)
+            products = jnp.einsum("wnd,wcd->wnc", part, keys.astype(part.dtype), preferred_element_type=jnp.float32)
+            scores = _scored(products, by_head(_read_scales(pages.k_scale, here)),
+                             place - (seen[:, None, None] - 1), slopes, rule)
             highest, weights, fade = _online_softmax(highest, scores, visible[:, None])
+            total = total * fade + jnp.sum(weights, axis=-1)
+            value_scales = by_head(_read_scales(pages.v_scale, here))
+            if value_scales is not None:
+                values = values.astype(part.dtype)
+                weights = jnp.where(visible[:, None], weights * value_scales, 0)
             new = jnp.einsum("wnc,wcd->wnd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-            return highest, total * fade + jnp.sum(weights, axis=-1), weighted * fade[..., None] + new
+            return highest, total, weighted * fade[..., None] + new
 
-        start = (jnp.full((group, heads), MASKED, jnp.float32), jnp.zeros((group, heads), jnp.float32),
-                 jnp.zeros((group, heads, width), jnp.float32))
+        start = _start((group, heads), bias.sinks, width)
         trips = (jnp.max(seen) + chunk_tokens - 1) // chunk_tokens
-        _, total, weighted = lax.fori_loop(0, trips, run_chunk, start)
+        first_chunk = jnp.min(jnp.where(seen > 0, begin, jnp.max(begin))) // chunk_tokens
+        _, total, weighted = lax.fori_loop(first_chunk, trips, run_chunk, start)
         weighted = (weighted / jnp.maximum(total, 1e-30)[..., None]).reshape(group, kv_heads, per_head, kv_heads, -1)
         own = jnp.stack([weighted[:, head, :, head] for head in range(kv_heads)], axis=1)
         return lax.dynamic_update_slice_in_dim(out, own.astype(q.dtype), first, 0)
@@ -197,41 +243,56 @@ def _single_rows(
 
 def _several_rows(
     q: jax.Array,  # [T, K, G, H]
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    pages: KVPages,
     block_table: jax.Array,
     work: WorkList,
+    rule: AttentionRule,
+    bias: HeadBias,
     chunk: int,
     tile_rows: int,
 ) -> jax.Array:  # [T, K, G, H], zeros in rows that belong to no tile
     tokens, kv_heads, per_head, head_dim = q.shape
     padded = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0), (0, 0)))
-    chunk_tokens = chunk * k_pool.shape[1]
+    chunk_tokens = chunk * pages.k.shape[1]
+
+    def by_row(per_query_head: jax.Array | None) -> jax.Array | None:  # [N] -> [K, Q * G]
+        return None if per_query_head is None else jnp.tile(per_query_head.reshape(kv_heads, per_head), (1, tile_rows))
+
+    slopes = by_row(bias.slopes)
 
     def run_tile(index: jax.Array, out: jax.Array) -> jax.Array:
         first = work.tile_row[index]
         own = jnp.arange(tile_rows) < work.tile_len[index]
         seen = jnp.where(own, work.tile_context[index] + jnp.arange(tile_rows), 0)  # [Q]
-        longest = jnp.max(seen)
+        longest, begin = jnp.max(seen), _first_seen(work.tile_context[index], rule)
         part = lax.dynamic_slice_in_dim(padded, first, tile_rows).swapaxes(0, 1)  # [K, Q, G, H]
         part = part.reshape(kv_heads, tile_rows * per_head, head_dim)
-        pages = block_table[work.tile_slot[index]]
+        columns = block_table[work.tile_slot[index]]
 
         def run_chunk(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, weighted = carry
-            here = lax.dynamic_slice_in_dim(pages, step * chunk, chunk)
+            here = lax.dynamic_slice_in_dim(columns, step * chunk, chunk)
             place = step * chunk_tokens + jnp.arange(chunk_tokens)
-            keys = _read_chunk(k_pool, here, None).reshape(chunk_tokens, kv_heads, head_dim)
-            values = _read_chunk(v_pool, here, place < longest).reshape(chunk_tokens, kv_heads, head_dim)
-            scores = jnp.einsum("kxh,ckh->kxc", part, keys, preferred_element_type=jnp.float32)
-            visible = jnp.repeat(place < seen[:, None], per_head, axis=0)
+            held = (place < longest) & (place >= begin)
+            keys = _read_chunk(pages.k, here, None).reshape(chunk_tokens, kv_heads, head_dim).astype(part.dtype)
+            values = _read_chunk(pages.v, here, held).reshape(chunk_tokens, kv_heads, head_dim)
+            products = jnp.einsum("kxh,ckh->kxc", part, keys, preferred_element_type=jnp.float32)
+            key_scales, value_scales = (_read_scales(scales, here) for scales in (pages.k_scale, pages.v_scale))
+            row_seen = jnp.repeat(seen, per_head)[:, None]
+            scores = _scored(products, None if key_scales is None else key_scales[:, None], place - (row_seen - 1),
+                             None if slopes is None else slopes[..., None], rule)
+            visible = (place < row_seen) & (place >= _first_seen(row_seen, rule))
             highest, weights, fade = _online_softmax(highest, scores, visible)
+            total = total * fade + jnp.sum(weights, axis=-1)
+            if value_scales is not None:
+                values = values.astype(part.dtype)
+                weights = jnp.where(held, weights * value_scales[:, None], 0)
             new = jnp.einsum("kxc,ckh->kxh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-            return highest, total * fade + jnp.sum(weights, axis=-1), weighted * fade[..., None] + new
+            return highest, total, weighted * fade[..., None] + new
 
-        start = (jnp.full(part.shape[:2], MASKED, jnp.float32), jnp.zeros(part.shape[:2], jnp.float32),
-                 jnp.zeros(part.shape, jnp.float32))
-        _, total, weighted = lax.fori_loop(0, (longest + chunk_tokens - 1) // chunk_tokens, run_chunk, start)
+        start = _start(part.shape[:2], by_row(bias.sinks), head_dim)
+        trips = (longest + chunk_tokens - 1) // chunk_tokens
+        _, total, weighted = lax.fori_loop(begin // chunk_tokens, trips, run_chunk, start)
         result = weighted / jnp.maximum(total, 1e-30)[..., None]
         result = result.reshape(kv_heads, tile_rows, per_head, head_dim).swapaxes(0, 1).astype(q.dtype)
         before = lax.dynamic_slice_in_dim(out, first, tile_rows)
@@ -239,3 +300,11 @@ def _several_rows(
         return lax.dynamic_update_slice_in_dim(out, result, first, 0)
 
     return lax.fori_loop(0, work.num_tiles, run_tile, jnp.zeros_like(padded))[:tokens]
+
+
+def _start(shape: tuple[int, ...], sinks: jax.Array | None, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Highest score, sum of weights and weighted sum before the first chunk; a sink has been seen by then."""
+    weighted = jnp.zeros((*shape, width), jnp.float32)
+    if sinks is None:
+        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), weighted
+    return jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32), weighted

@@ -19,6 +19,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
 from jaxpaged.pallas_kernels import native_attention, reference
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
+from jaxpaged.pallas_kernels.kv_pages import KVPages
 from tests.test_paged_attention import Batch, Piece, Shape, expected, make_batch
 from tests.tiny_llama import ENGINE_ARGS, write_model
 
@@ -117,7 +119,8 @@ def test_agrees_with_the_plain_specification() -> None:
     batch = make_batch(Shape(), [Piece(40), Piece(60, 30)], np.random.default_rng(3), unread=0)
     q, k_pool, v_pool, table = map(jnp.asarray, (batch.q, batch.k_pool, batch.v_pool, batch.block_table))
     slot, position = jnp.asarray(batch.slot), jnp.asarray(batch.position)
-    wanted = reference.paged_attention(q, k_pool, v_pool, table, slot, position, 0.3)
+    pages = KVPages(k_pool, v_pool)
+    wanted = reference.paged_attention(q, pages, table, slot, position, AttentionRule(0.3), HeadBias())
     np.testing.assert_allclose(run(batch, 0.3)[:31], wanted[:31], rtol=1e-5, atol=2e-6)
 
 

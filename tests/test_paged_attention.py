@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.pallas_kernels import kv_write, reference, xla_paged_attention
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.xla_paged_attention import TileSizes, make_work_list
 
@@ -95,18 +96,27 @@ def make_batch(shape: Shape, pieces: Sequence[Piece], rng: np.random.Generator, 
     return batch
 
 
-def expected(batch: Batch, pieces: Sequence[Piece], scale: float) -> np.ndarray:
+def expected(batch: Batch, pieces: Sequence[Piece], scale: float, *, window: int | None = None,
+             softcap: float | None = None, slopes: np.ndarray | None = None,
+             sinks: np.ndarray | None = None) -> np.ndarray:
     """Plain causal attention in float64; rows of padding are zeros."""
     out = np.zeros_like(batch.q, dtype=np.float64)
     heads, kv_heads = batch.q.shape[1], batch.k_pool.shape[2]
     row = 0
     for piece, keys, values in zip(pieces, batch.keys, batch.values, strict=True):
         for position in range(piece.context - piece.new, piece.context):
+            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
-                scores = keys[: position + 1, kv_head].astype(np.float64) @ batch.q[row, head].astype(np.float64)
-                weights = np.exp(scale * scores - np.max(scale * scores))
-                out[row, head] = weights / weights.sum() @ values[: position + 1, kv_head].astype(np.float64)
+                scores = scale * (keys[seen, kv_head].astype(np.float64) @ batch.q[row, head].astype(np.float64))
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                if slopes is not None:
+                    scores = scores - slopes[head] * (position - np.arange(seen.start, seen.stop))
+                highest = np.max(scores) if sinks is None else max(np.max(scores), sinks[head])
+                weights = np.exp(scores - highest)
+                total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - highest))
+                out[row, head] = weights / total @ values[seen, kv_head].astype(np.float64)
             row += 1
     return out
 
@@ -116,7 +126,8 @@ def compiled(sizes: TileSizes, scale: float) -> Callable[..., jax.Array]:
     @jax.jit
     def run(q: Any, k_pool: Any, v_pool: Any, table: Any, slot: Any, position: Any) -> jax.Array:
         work = make_work_list(slot, position, table.shape[0] - 1, sizes)
-        return xla_paged_attention.paged_attention(q, k_pool, v_pool, table, work, scale, sizes)
+        return xla_paged_attention.paged_attention(q, KVPages(k_pool, v_pool), table, work, AttentionRule(scale),
+                                                   HeadBias(), sizes)
 
     return run
 
@@ -287,8 +298,9 @@ def test_half_precision_adds_up_in_float32() -> None:
 
 
 def run_reference(batch: Batch, scale: float) -> np.ndarray:
-    return np.asarray(jax.jit(partial(reference.paged_attention, scale=scale))(
-        batch.q, batch.k_pool, batch.v_pool, batch.block_table, batch.slot, batch.position))
+    pages = KVPages(jnp.asarray(batch.k_pool), jnp.asarray(batch.v_pool))
+    return np.asarray(jax.jit(partial(reference.paged_attention, rule=AttentionRule(scale), bias=HeadBias()))(
+        batch.q, pages, batch.block_table, batch.slot, batch.position))
 
 
 @pytest.mark.parametrize("share", [False, True])

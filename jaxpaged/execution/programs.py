@@ -126,6 +126,7 @@ class ProgramSet:
         self._platform = platform
         self._native_attention = native_attention
         self._target = GpuTarget.of(placement.devices[0]) if platform == "cuda" else None
+        self._cache_dtype = cache.dtype
         self.placement = placement
         self._vocab_size = vocab_size
         self._param_specs = spec_tree(axes)
@@ -233,8 +234,11 @@ class ProgramSet:
         return self._placed(jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size)))
 
     def _forward(self, size: int) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
-        graph, config, block_size = self._graph, self._config, self._shape.block_size
-        native = self._native_attention
+        graph, block_size, partition = self._graph, self._shape.block_size, self.placement.partition
+        native, target, cache_dtype = self._native_attention, self._target, self._cache_dtype
+        # What one device has of it.
+        config = self._config.replace(num_heads=self._config.num_heads // partition.size,
+                                      num_kv_heads=self._config.num_kv_heads // partition.kv)
         vocabulary, vocab_size = self.placement.vocabulary, self._vocab_size
 
         def forward(
@@ -249,7 +253,8 @@ class ProgramSet:
             column = jnp.where(rows.new_block >= 0, rows.position // block_size, width)
             block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
-            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size, native=native)
+            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size,
+                                 cache_dtype=cache_dtype, native=native, target=target)
             row = jnp.minimum(rows.sample_row, size - 1)
             logits, pools = nnx.merge(graph, params)(ids, row, pools, meta)
             logits = vocabulary.hide_padding(logits, vocab_size)
