@@ -24,6 +24,7 @@ class EngineRequest:
         seed: resolved seed of 64 bits, or None for one of the engine's choice.
         cache_salt: requests share prefixes only with those of the same salt.
         skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
+        fork_of: id of the request's first choice, with which it shares the prompt: it is computed once for all choices.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     skip_prefix_read: bool = False
+    fork_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,7 @@ class TokenDelta(NamedTuple):
     costs a dataclass.
 
     `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
-    `logprobs` has one entry for each of `token_ids` if the request asks for them, else none; `prompt_logprobs`, once,
-    with the first token or the end, one for each prompt token but the first.
+    `logprobs` has one entry for each of `token_ids` if the request asks for them, else none.
     """
 
     request_id: str
@@ -93,7 +94,6 @@ class TokenDelta(NamedTuple):
     scheduled_time: float | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,18 @@ class Ending:
     scheduled_times: int = 0
 
 
+def next_token(model: Model, tokens: Sequence[int], choice: int) -> int:
+    """Choices of one prompt differ from their first token on."""
+    token = model(tokens)
+    return token if token == FAILED_TOKEN else (token + choice) % VOCAB
+
+
 def expected_ending(message: EngineRequest, model: Model) -> Ending:
     """A request alone, one token after another."""
     tokens = list(message.prompt_token_ids)
     out: list[int] = []
     while True:
-        token = model(tokens)
+        token = next_token(model, tokens, message.choice)
         if token == FAILED_TOKEN:
             return Ending(out, "error")
         tokens.append(token)
@@ -93,8 +99,15 @@ class NaiveDevice:
 
     def run(self, step: SchedulerOutput) -> list[int]:
         sampled = []
+        seen: list[int] = []
+        for source, target in step.copies:
+            for place in range(self.block_size):
+                self.kv.pop((target, place), None)
+                if (source, place) in self.kv:
+                    self.kv[target, place] = self.kv[source, place]
         for piece in step.pieces:
-            assert piece.num_tokens > 0 and len(piece.token_ids) in (piece.num_tokens, piece.num_tokens - 1)
+            assert piece.num_tokens >= 0
+            assert len(piece.token_ids) in (piece.num_tokens, max(0, piece.num_tokens - 1))
             if piece.admit:
                 assert bool(piece.table) == (piece.start > 0)
                 self.owner[piece.slot] = piece.request
@@ -111,10 +124,12 @@ class NaiveDevice:
                     self.table[piece.slot][position // self.block_size] = next(blocks)
                 seen = self._read(piece, position)
                 self._write(piece, position, token, seen)
+                seen.append(token)
                 self.num_computed += 1
             assert next(blocks, None) is None, "a block too many"
             if piece.samples:
-                token = self.model([*seen, token])
+                assert len(seen) == piece.start + piece.num_tokens, "it samples after another request's row"
+                token = next_token(self.model, seen, piece.request.message.choice)
                 self.last_id[piece.slot] = max(token, 0)
                 sampled.append(token)
         return sampled
@@ -164,6 +179,10 @@ class Harness:
     @property
     def capacity(self) -> int:
         return self.allocator.num_usable * self.block_size
+
+    def add_choices(self, n: int, prompt: Sequence[int], max_tokens: int, **more: Any) -> list[str]:
+        first = self.add(prompt, max_tokens, **more)
+        return [first, *(self.add(prompt, max_tokens, choice=choice, fork_of=first, **more) for choice in range(1, n))]
 
     def add(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), **more: Any) -> str:
         name = f"r{len(self.messages)}"
@@ -233,6 +252,8 @@ class Harness:
         assert step.num_tokens <= max(self.sizes), "no step size holds this step"
         assert len({piece.slot for piece in pieces}) == len(pieces)
         names = [piece.request.request_id for piece in pieces]
+        rows = [min(size, self.scheduler._num_slots) for size in self.sizes if size >= step.num_tokens]
+        assert step.num_sampled <= max(rows), "more samples than a step has rows for"
         for piece in pieces:
             request = piece.request
             assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "blocks held without need"
@@ -306,7 +327,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt += [token % VOCAB for token in data.draw(st.binary(min_size=rest, max_size=rest), "prompt")]
         stop = data.draw(st.sampled_from([(), (EOS,), (EOS, 5)]), "stop")
         salt = data.draw(st.sampled_from([None, None, "a", "b"]), "salt")
-        harness.add(prompt, max_tokens, stop, cache_salt=salt, skip_prefix_read=data.draw(st.integers(0, 9)) == 9)
+        harness.add_choices(data.draw(st.sampled_from([1, 1, 2, 4]), "n"), prompt, max_tokens, stop=stop,
+                            cache_salt=salt, skip_prefix_read=data.draw(st.integers(0, 9)) == 9)
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -34,13 +34,16 @@ def steps(draw: st.DrawFn) -> tuple[SchedulerOutput, int]:
             request=request(), slot=slot, start=start, num_tokens=length, samples=draw(st.booleans()), admit=start == 0,
             token_ids=draw(st.lists(ids, min_size=length - draw(st.booleans()), max_size=length)),
             blocks=draw(st.lists(blocks, min_size=len(begun), max_size=len(begun)))))
+        if pieces[-1].samples and draw(st.booleans()):  # another choice of the same prompt
+            pieces.append(ScheduledPiece(request(), NULL_SLOT - 1 - slot % 7, start + length, (), 0, True, (), True))
     return SchedulerOutput(tuple(pieces), sum(piece.num_tokens for piece in pieces)), block_size
 
 
-def naive(pieces: Sequence[ScheduledPiece], block_size: int) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-    """(slot, position, token id, new block) of each row, and the rows to sample after."""
+def naive(pieces: Sequence[ScheduledPiece], block_size: int) -> tuple[list[tuple[int, int, int, int]], list[int],
+                                                                       list[int]]:
+    """(slot, position, token id, new block) of each row, the rows to sample after, and the slots to sample for."""
     rows: list[tuple[int, int, int, int]] = []
-    sampled = []
+    sampled, slots = [], []
     for piece in pieces:
         ids, blocks = list(piece.token_ids), list(piece.blocks)
         for position in range(piece.start, piece.start + piece.num_tokens):
@@ -49,7 +52,8 @@ def naive(pieces: Sequence[ScheduledPiece], block_size: int) -> tuple[list[tuple
             rows.append((piece.slot, position, token, block))
         if piece.samples:
             sampled.append(len(rows) - 1)
-    return rows, sampled
+            slots.append(piece.slot)
+    return rows, sampled, slots
 
 
 @given(steps(), st.integers(0, 9), st.integers(0, 3))
@@ -57,17 +61,19 @@ def test_every_row_is_where_it_belongs(case: tuple[SchedulerOutput, int], spare:
     step, block_size = case
     size, num_samples = step.num_tokens + spare, step.num_sampled + spare_samples
     buffer = pad_step(step, size=size, num_samples=num_samples, null_slot=NULL_SLOT, block_size=block_size)
-    assert buffer.dtype == np.int32 and buffer.shape == (4 * size + num_samples,)
-    rows, sampled = naive(step.pieces, block_size)
+    assert buffer.dtype == np.int32 and buffer.shape == (4 * size + 2 * num_samples,)
+    rows, sampled, slots = naive(step.pieces, block_size)
     rows += [(NULL_SLOT, 0, 0, -1)] * spare
     for part, wanted in enumerate(zip(*rows, strict=True)):
         assert tuple(buffer[part * size : (part + 1) * size]) == wanted
-    assert buffer[4 * size :].tolist() == sampled + [size] * spare_samples
+    assert buffer[4 * size :].tolist() == (
+        sampled + [size] * spare_samples + slots + [NULL_SLOT] * spare_samples)
 
     parts = unpack_step(buffer, size)  # type: ignore[arg-type]
     found = zip(parts.slot, parts.position, parts.token_id, parts.new_block, strict=True)
     assert [tuple(map(int, row)) for row in found] == rows
     assert list(parts.sample_row) == sampled + [size] * spare_samples
+    assert list(parts.sample_slot) == slots + [NULL_SLOT] * spare_samples
 
 
 def one_piece() -> SchedulerOutput:

@@ -38,6 +38,7 @@ class KVManager:
         # Of the step being planned: blocks that its pieces fill, by key, and whose pieces they are.
         self._planned: dict[Key, int] = {}
         self._writers: dict[int, Request] = {}
+        self._copies: list[tuple[int, int]] = []
         allocator.on_evict = self._forget
 
     def blocks_for(self, tokens: int) -> int:
@@ -46,11 +47,38 @@ class KVManager:
 
     def num_missing(self, request: Request, count: int) -> int:
         """Blocks to take before `count` more tokens of a running request can be computed."""
-        return max(0, -(-(request.num_computed + count) // self.block_size) - len(request.block_table))
+        missing = max(0, -(-(request.num_computed + count) // self.block_size) - len(request.block_table))
+        return missing + 1 if request.shares_tail and count and self._tail_is_shared(request) else missing
 
     def take(self, request: Request, blocks: int) -> None:
-        """Take so many blocks, which are free, for further tokens."""
-        request.block_table.extend(self.allocator.allocate(blocks))
+        """Take so many blocks, which are free, for further tokens; the first one for a copy of a shared last block."""
+        taken = self.allocator.allocate(blocks)
+        if request.shares_tail and self._tail_is_shared(request):
+            tail = request.block_table[-1]
+            self._copies.append((tail, taken[0]))
+            self.allocator.free([tail])
+            request.block_table[-1] = taken.pop(0)
+            request.new_table = True
+        request.shares_tail = False
+        request.block_table.extend(taken)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let `child` own all blocks of a running request; whoever first writes to the last one gets a copy of it."""
+        self.allocator.share(parent.block_table)
+        child.block_table = list(parent.block_table)
+        child.num_computed, child.num_keyed = parent.num_computed, parent.num_keyed
+        child.block_keys = list(parent.block_keys)
+        child.new_table = True
+        if parent.num_computed % self.block_size:
+            parent.shares_tail = child.shares_tail = True
+
+    def drain_copies(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of blocks, source and target, to be copied before the next step writes anything."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def _tail_is_shared(self, request: Request) -> bool:
+        return self.allocator.num_owners(request.block_table[-1]) > 1
 
     def find_prefix(self, request: Request) -> Prefix:
         """The longest beginning of a waiting request that blocks hold or a piece planned for this step will fill.
@@ -84,6 +112,7 @@ class KVManager:
         request.block_table = list(prefix.blocks)
         request.num_keyed = len(prefix.blocks)
         request.num_computed = len(prefix.blocks) * self.block_size
+        request.new_table = bool(prefix.blocks)
         return {self._writers[block] for block in prefix.blocks if block in self._writers}
 
     def plan(self, request: Request, count: int) -> None:
@@ -142,6 +171,7 @@ class KVManager:
         self.allocator.free(request.block_table)
         request.block_table = []
         request.num_computed = request.num_keyed = 0
+        request.shares_tail = request.new_table = False
 
     def reset_prefix_cache(self, requests: Iterable[Request]) -> None:
         """Forget all content; what the running ones of all live requests have computed is shared with nobody."""

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from jaxpaged.messages import EngineRequest, TokenLogprobs
+from jaxpaged.messages import EngineRequest
 
 
 class RequestStatus(enum.IntEnum):
@@ -35,10 +35,13 @@ class Request:
         new_in_slot: no piece has been made since it got its slot.
         block_keys: prefix-cache keys of its first full blocks, as far as anybody has asked.
         num_keyed: blocks of the table whose content the prefix cache has been told.
+        shares_tail: its last block, which is not full, may have other owners: it is copied before it is written.
+        new_table: blocks before the end of its table have changed since the device was told.
+        leader: the running or waiting request that computes the prompt for this one, too.
+        forks: those for which this one computes the prompt.
         num_cached: prompt tokens that the prefix cache spared it when it was first let in.
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
-        prompt_logprobs: of its prompt tokens but the first, as far as they are there and nobody has been told.
     """
 
     message: EngineRequest
@@ -55,17 +58,20 @@ class Request:
     new_in_slot: bool = False
     block_keys: list[bytes] = field(default_factory=list)
     num_keyed: int = 0
+    shares_tail: bool = False
+    new_table: bool = False
+    leader: "Request | None" = None
+    forks: "list[Request]" = field(default_factory=list)
     num_cached: int = 0
     num_passed: int = 0
     scheduled_time: float | None = None
     full_sampling: bool = False
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     predicted_length: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_length = self.num_prompt_tokens + max(self.message.max_tokens, 1)  # of a prompt alone one is dropped
+        self.max_length = self.num_prompt_tokens + self.message.max_tokens
         self.full_sampling = self.message.params.full_sampling
 
     @property

@@ -49,6 +49,8 @@ class ScheduledPiece(NamedTuple):
         blocks: the block of each position in the piece that begins a block, in order.
         admit: the piece is the first since the request got its slot.
         table: all blocks of the request where the slot's columns before `start` have to be written, else empty.
+
+    A piece without tokens samples once more after the row that the piece before it samples after.
     """
 
     request: Request
@@ -62,20 +64,13 @@ class ScheduledPiece(NamedTuple):
     table: Sequence[int] = ()
 
 
-class PromptLogprobs(NamedTuple):
-    """Log probabilities of the prompt tokens behind the one at `start`."""
-
-    request: Request
-    start: int
-    values: list[TokenLogprobs]
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: its pieces, and how many tokens they hold."""
+    """One step: its pieces, how many tokens they hold, and pairs of blocks, source and target, to copy before it."""
 
     pieces: tuple[ScheduledPiece, ...]
     num_tokens: int
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -127,11 +122,13 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._plan = StepPlan(0)
+        self._num_forks = 0  # that wait for their leader's first token
+        self._now = 0.0
         self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._num_forks
 
     @property
     def num_running(self) -> int:
@@ -148,34 +145,38 @@ class Scheduler:
         request = Request(message, self._arrivals)
         self._arrivals += 1
         self._requests[message.request_id] = request
-        self._waiting.add(request)
+        leader = self._requests.get(message.fork_of or "")
+        if leader is not None and leader.num_output_tokens == 0:
+            request.leader = leader
+            leader.forks.append(request)
+            self._num_forks += 1
+        else:
+            self._waiting.add(request)
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Plan the next step and take what it needs; empty when nothing can run now."""
+        self._now = now
         self._plan = plan = StepPlan(self._budget)
         prefills = self._plan_decodes()
         self._plan_prefills(prefills)
-        self._admit_waiting(prefills, now)
+        self._admit_waiting(prefills)
         self._plan_rest(prefills)
         plan.fit(self._step_sizes)
-        pieces = tuple([self._commit(request, count) for request, count in plan.counts.items()])
+        pieces = [self._commit(request, count) for request, count in plan.counts.items()]
+        if self._num_forks:
+            pieces = self._with_forks(pieces)
         self._kv.end_plan()
-        return SchedulerOutput(pieces, self._budget - plan.left)
+        return SchedulerOutput(tuple(pieces), self._budget - plan.left, self._kv.drain_copies())
 
     def update(
-        self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
-        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
     ) -> list[TokenDelta]:
         """Take in what a step sampled, in the order of its sampling pieces; finish what has ended.
 
         Args:
             logprobs: of the sampled ids, None for those whose requests want none.
-            prompt_logprobs: of the pieces whose requests want them.
         """
         deltas = []
-        for found in prompt_logprobs:
-            del found.request.prompt_logprobs[found.start :]  # a prompt that was preempted began anew
-            found.request.prompt_logprobs += found.values
         rows = [piece for piece in step.pieces if piece.samples]
         for piece, token, logprob in zip(rows, sampled, logprobs or [None] * len(rows), strict=True):
             request = piece.request
@@ -191,12 +192,7 @@ class Scheduler:
                 continue
             request.token_ids.append(token)
             delta = self._after_token(request, token)
-            if logprob is not None and delta.token_ids:
-                delta = delta._replace(logprobs=(logprob,))
-            if request.prompt_logprobs:
-                delta = delta._replace(prompt_logprobs=tuple(request.prompt_logprobs))
-                request.prompt_logprobs = []
-            deltas.append(delta)
+            deltas.append(delta if logprob is None else delta._replace(logprobs=(logprob,)))
         return deltas
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:
@@ -220,19 +216,29 @@ class Scheduler:
 
         A slot reserved for a step in flight counts as filled.
         """
-        empty = sum([len(request.block_table) * self._block_size - request.num_computed for request in self._running])
-        return self._allocator.num_used * self._block_size, empty
+        empty = 0
+        shared: dict[int, int] = {}
+        for request in self._running:
+            room = len(request.block_table) * self._block_size - request.num_computed
+            if request.shares_tail:
+                shared[request.block_table[-1]] = room
+            else:
+                empty += room
+        return self._allocator.num_used * self._block_size, empty + sum(shared.values())
 
     def check_integrity(self) -> None:
         """Assert that blocks, slots and queues agree."""
         self._kv.check_integrity(self._requests.values())
         slots = [request.slot for request in self._running] + self._free_slots
         assert len(slots) == len(set(slots)) == self._num_slots and -1 not in slots, f"slots in use and free: {slots}"
-        assert len(self._requests) == len(self._waiting) + len(self._running), "a request is in no queue, or in two"
+        forks = [fork for request in self._requests.values() for fork in request.forks]
+        assert len(forks) == self._num_forks and all(fork.leader and fork in fork.leader.forks for fork in forks)
+        queued = len(self._waiting) + len(self._running) + len(forks)
+        assert len(self._requests) == queued, "a request is in no queue, or in two"
         for request in self._running:
             assert request.status is RequestStatus.RUNNING, f"{request.status!r} among the running"
             assert len(request.block_table) >= self._kv.blocks_for(request.num_computed), "computed tokens, no blocks"
-        for request in self._waiting:
+        for request in (*self._waiting, *forks):
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.status!r} waits"
             assert request.slot == -1 and not request.block_table, "a waiting request owns something"
         for queue in (self._waiting, self._running):
@@ -257,7 +263,8 @@ class Scheduler:
                 continue
             if count > 1:
                 prefills.append(request)
-            elif request.num_computed < len(request.block_table) * block_size or self._take_blocks(request, 1):
+            elif ((request.num_computed < len(request.block_table) * block_size and not request.shares_tail)
+                  or self._take_blocks(request, 1)):
                 plan.counts[request] = 1
                 plan.left -= 1
         return prefills
@@ -293,13 +300,12 @@ class Scheduler:
 
     def _take_blocks(self, request: Request, count: int) -> bool:
         """Take the blocks for `count` more tokens, preempting the last; False where the request had to go itself."""
-        missing = self._kv.num_missing(request, count)
-        while not self._allocator.can_allocate(missing):
+        while not self._allocator.can_allocate(missing := self._kv.num_missing(request, count)):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        if missing:
+        if missing or request.shares_tail:
             self._kv.take(request, missing)
         return True
 
@@ -315,7 +321,7 @@ class Scheduler:
 
     # Letting requests in
 
-    def _admit_waiting(self, prefills: list[Request], now: float) -> None:
+    def _admit_waiting(self, prefills: list[Request]) -> None:
         """Let waiting requests in, in their order, as long as there are tokens, slots and blocks.
 
         One that does not fit is passed by a bounded number of others, one whose beginning is being computed waits for
@@ -348,7 +354,7 @@ class Scheduler:
                 reserved = sum([self._reserved_for(running) for running in self._running])
             for other in passed:
                 other.num_passed += 1
-            self._admit(request, prefix, now)
+            self._admit(request, prefix)
             prefills.append(request)
             self._plan_piece(request)
             reserved += self._reserved_for(request)
@@ -411,17 +417,20 @@ class Scheduler:
             self._preempt(victim)
         return True
 
-    def _admit(self, request: Request, prefix: Prefix, now: float) -> None:
+    def _admit(self, request: Request, prefix: Prefix) -> None:
         for writer in self._kv.begin(request, prefix):
             self._plan.fix(writer)
         if request.status is RequestStatus.WAITING and not request.message.choice:
             request.num_cached = request.num_computed  # what choices share with one another does not count
         self._waiting.remove(request)
+        self._run(request)
+
+    def _run(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.new_in_slot = True
         if request.scheduled_time is None:
-            request.scheduled_time = now
+            request.scheduled_time = self._now
         self._running.add(request)
 
     # Carrying it out
@@ -432,23 +441,57 @@ class Scheduler:
         samples = end == len(request.token_ids) + request.num_pending
         table, block_size = request.block_table, self._block_size
         blocks = table[-(-start // block_size) : -(-end // block_size)]
-        admit = request.new_in_slot
-        request.new_in_slot = False
+        admit, rewrite = request.new_in_slot, request.new_table
+        request.new_in_slot = request.new_table = False
         request.num_pending += samples
         if end // block_size > request.num_keyed:
             self._kv.note_computed(request)
         # By position: hundreds are made per step, and keywords would cost more than the rest of this method.
         return ScheduledPiece(request, request.slot, start, request.token_ids[start:end], count, samples, blocks,
-                              admit, tuple(table) if admit and start else ())
+                              admit, tuple(table) if rewrite else ())
+
+    def _with_forks(self, pieces: Sequence[ScheduledPiece]) -> list[ScheduledPiece]:
+        """The pieces, and after each that ends a prompt those of its forks; forks without room wait like others."""
+        room = min(self._num_slots, self._budget) - sum(piece.samples for piece in pieces)
+        all_pieces: list[ScheduledPiece] = []
+        for piece in pieces:
+            all_pieces.append(piece)
+            leader = piece.request
+            if not piece.samples or not leader.forks:
+                continue
+            reserved = sum(self._reserved_for(running) for running in self._running)
+            for fork in self._detach_forks(leader):
+                # Each will need a block of its own as soon as it goes on.
+                if room > 0 and self._free_slots and self._allocator.can_allocate(reserved + 1):
+                    all_pieces.append(self._fork(leader, fork))
+                    reserved += 1 + self._policy.growth_blocks(fork, self._block_size)
+                    room -= 1
+                else:
+                    self._waiting.add(fork)
+        return all_pieces
+
+    def _fork(self, leader: Request, fork: Request) -> ScheduledPiece:
+        self._kv.fork(leader, fork)
+        self._run(fork)
+        fork.num_cached = leader.num_cached
+        fork.num_pending = 1
+        fork.new_in_slot = fork.new_table = False
+        return ScheduledPiece(fork, fork.slot, fork.num_computed, (), 0, True, (), True, tuple(fork.block_table))
+
+    def _detach_forks(self, leader: Request) -> list[Request]:
+        forks, leader.forks = leader.forks, []
+        for fork in forks:
+            fork.leader = None
+        self._num_forks -= len(forks)
+        return forks
 
     def _after_token(self, request: Request, token: int) -> TokenDelta:
         message = request.message
-        if token in message.stop_token_ids and message.max_tokens:
+        if token in message.stop_token_ids:
             reason = None if token in message.eos_token_ids else token
             return self._finish(request, RequestStatus.FINISHED_STOPPED, (token,), reason)
         if len(request.token_ids) >= request.max_length:
-            shown = (token,) if message.max_tokens else ()  # of a prompt alone nothing but the end is told
-            return self._finish(request, RequestStatus.FINISHED_LENGTH, shown)
+            return self._finish(request, RequestStatus.FINISHED_LENGTH, (token,))
         return _delta(request, (token,))
 
     def _finish(
@@ -462,8 +505,14 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self._release(request, valid=status is not RequestStatus.FINISHED_ERROR)
+        elif request.leader is not None:
+            request.leader.forks.remove(request)
+            request.leader = None
+            self._num_forks -= 1
         else:
             self._waiting.remove(request)
+        for fork in self._detach_forks(request):
+            self._waiting.add(fork)
         del self._requests[request.request_id]
         request.status = status
         if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):

@@ -1,0 +1,146 @@
+"""Choices of one prompt: it is computed once, its blocks are shared, and each choice is what it would be alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import Engine
+from jaxpaged.execution.block_programs import copy_blocks
+from jaxpaged.messages import EngineRequest
+from jaxpaged.sampling_params import SamplingParams
+from tests.tiny_llama import ENGINE_ARGS, random_prompt, write_model
+
+SAMPLED = SamplingParams()
+
+
+def choices(prompt: Sequence[int], n: int, max_tokens: int = 20, params: SamplingParams = SAMPLED,
+            name: str = "r") -> list[EngineRequest]:
+    return [EngineRequest(f"{name}#{choice}", tuple(prompt), params, max_tokens, seed=5, choice=choice,
+                          fork_of=f"{name}#0" if choice else None) for choice in range(n)]
+
+
+def run(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], int]:
+    """Ids of each, and tokens computed."""
+    ids: dict[str, list[int]] = {item.request_id: [] for item in requests}
+    computed = 0
+    for item in requests:
+        engine.add_request(item)
+    while engine.has_work():
+        outputs = engine.step()
+        engine.check_integrity()
+        computed += sum(outputs.stats.step_tokens)
+        for delta in outputs.deltas:
+            ids[delta.request_id] += delta.token_ids
+    assert engine.stats().blocks_used == 0
+    return ids, computed
+
+
+def run_alone(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
+    return {item.request_id: run(engine, [replace(item, fork_of=None)])[0][item.request_id] for item in requests}
+
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
+    path: Path = write_model(tmp_path_factory.mktemp("forks") / "model")
+    engines: list[Engine] = []
+
+    def make(**changes: Any) -> Engine:
+        engines.append(Engine(EngineConfig.from_kwargs(model=str(path), **(ENGINE_ARGS | changes))))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: MakeEngine) -> Engine:
+    return make_engine()
+
+
+@pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 40])
+def test_choices_compute_their_prompt_once_and_are_what_they_are_alone(engine: Engine, length: int) -> None:
+    requests = choices(random_prompt(length, length), 4)
+    engine.reset_prefix_cache()
+    ids, computed = run(engine, requests)
+    assert computed == length + 4 * 19
+    assert len(set(map(tuple, ids.values()))) == 4
+    assert ids == run_alone(engine, requests)
+
+
+def test_more_choices_than_slots(engine: Engine) -> None:
+    requests = choices(random_prompt(21, 1), 7)
+    assert run(engine, requests)[0] == run_alone(engine, requests)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_choices_in_a_small_pool(make_engine: MakeEngine, engine: Engine, caching: bool) -> None:
+    small = make_engine(max_num_batched_tokens=7, num_gpu_blocks_override=10, enable_prefix_caching=caching)
+    requests = [item for seed in range(3) for item in choices(random_prompt(10 + seed, seed), 3, 60, name=f"{seed}")]
+    assert run(small, requests)[0] == run_alone(engine, requests)
+    assert small.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
+@pytest.mark.parametrize("gone", [["r#0"], ["r#2"], ["r#0", "r#1", "r#3"]], ids=" ".join)
+def test_choices_whose_siblings_are_aborted(engine: Engine, steps: int, gone: list[str]) -> None:
+    """Also the one that computes the prompt for all."""
+    requests = choices(random_prompt(40, 2), 4)
+    wanted = run_alone(engine, requests)
+    engine.reset_prefix_cache()
+    for item in requests:
+        engine.add_request(item)
+    ids: dict[str, list[int]] = {item.request_id: [] for item in requests}
+    while engine.has_work():
+        if steps == 0:
+            engine.abort(gone)
+        steps -= 1
+        for delta in engine.step().deltas:
+            ids[delta.request_id] += delta.token_ids
+        engine.check_integrity()
+    for name, found in ids.items():
+        assert found == (wanted[name][: len(found)] if name in gone else wanted[name])
+
+
+def test_shared_blocks_are_held_once(engine: Engine) -> None:
+    """Four choices after 40 tokens: two full blocks in common, and a third that each has for itself once it writes."""
+    for item in choices(random_prompt(40, 3), 4, 5):
+        engine.add_request(item)
+    used = []
+    while engine.has_work():
+        stats = engine.step().stats
+        used.append(stats.blocks_used)
+        assert 0 <= stats.kv_slots_empty <= stats.kv_slots_held
+    assert max(used) == 2 + 4
+    assert 3 in used, "before any of them writes"
+
+
+@pytest.mark.parametrize("by_slices", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_copied_blocks(dtype: Any, by_slices: bool) -> None:
+    """All layers, reads before writes, in place."""
+    rng = np.random.default_rng(0)
+    pools = tuple(jnp.asarray(rng.integers(-9, 9, (120, 4, 2, 3)), dtype) for _ in range(4))
+    source, target = np.array([3, 5, 0, 0], np.int32), np.array([5, 7, 0, 0], np.int32)
+    wanted = [np.array(pool) for pool in pools]
+    for pool in wanted:
+        pool[[5, 7]] = pool[[3, 5]]
+    copy = jax.jit(partial(copy_blocks, by_slices=by_slices), donate_argnums=0)
+    program = copy.lower(pools, source, target).compile()
+    analysis = program.memory_analysis()
+    assert analysis is not None and analysis.alias_size_in_bytes == sum(pool.nbytes for pool in pools)
+    if by_slices or dtype != jnp.bfloat16:  # narrow floats in scatters: see block_programs
+        assert analysis.temp_size_in_bytes < pools[0].nbytes, "a pool is copied"
+    for found, expected in zip(program(pools, source, target), wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
