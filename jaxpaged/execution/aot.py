@@ -181,7 +181,7 @@ def analyse(compiled: jax.stages.Compiled, dump: Path | None = None, *, kernels:
     """
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not tell its memory"
-    ops = tuple(_array_ops(compiled.as_text() or ""))
+    ops = tuple(array_ops(compiled.as_text() or ""))
     return ProgramFacts(
         argument_bytes=int(memory.argument_size_in_bytes),
         alias_bytes=int(memory.alias_size_in_bytes),
@@ -208,7 +208,7 @@ _OP = re.compile(r"= (\S+|\([^=]*\)) (copy|all-reduce|all-gather|reduce-scatter|
 _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|c\d+)\[([\d,]*)\]")
 
 
-def _array_ops(text: str) -> Iterator[ArrayOp]:
+def array_ops(text: str) -> Iterator[ArrayOp]:
     for match in _OP.finditer(text):
         arrays = _ARRAY.findall(match[1])
         if match[3]:  # the result of a start holds its operands and its results

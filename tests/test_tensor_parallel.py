@@ -1,0 +1,137 @@
+"""Models shared by several devices: the same results as on one, each device with its own piece, and few collectives."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ConfigError
+from jaxpaged.execution.sharding import Partition, padded, partition_of, possible_sizes
+from jaxpaged.models.config import ModelConfig
+from tests.sameness import compare_ids
+from tests.sharded_process import run_cases
+from tests.tiny_llama import CONFIG, Reference, random_prompt, random_weights, write_model
+
+# Neither the vocabulary (257) nor the MLP divides by 4; with 8 devices two hold each KV head.
+TINY: dict[str, Any] = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
+                                 "intermediate_size": 90}
+LAYERS, MODEL_DIM = TINY["num_hidden_layers"], TINY["hidden_size"]
+SIZES = (1, 2, 4, 8)
+TOKENS, SEQS = 7, 4
+# Prompts in pieces, and too few blocks for what runs at once.
+ENGINE: dict[str, Any] = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS, "num_gpu_blocks_override": 10}
+
+GREEDY = [(random_prompt(length, length), {"temperature": 0}, 24) for length in (1, 2, 15, 17, 33, 64)]
+SAMPLED = [
+    (random_prompt(20, 1), {"seed": 1}, 30),
+    (random_prompt(33, 2), {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 2}, 30),
+    (random_prompt(7, 3), {"temperature": 0.4, "top_p": 0.7, "seed": 2**63 + 1}, 30),
+    (random_prompt(50, 4), {"temperature": 3.0, "top_k": 200, "seed": 0}, 30),
+    (random_prompt(9, 5), {"temperature": 2.0, "min_p": 0.05, "seed": 5}, 30),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """The tiny model on 1, 2, 4 and 8 devices."""
+    model = str(write_model(tmp_path_factory.mktemp("sharded") / "model", TINY))
+    # Compiled in full for two devices; for the others, to save time, as far as it is used.
+    cases = [{"size": size, "engine": {"model": model, "enforce_eager": size != 2, **ENGINE}, "update": True,
+              "requests": GREEDY + SAMPLED, "collectives": ["forward", "sample"]} for size in SIZES]
+    return dict(zip(SIZES, run_cases(cases), strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_greedy_ids(results: dict[int, dict[str, Any]], size: int) -> None:
+    """In pieces, after preemption, with padding and replication."""
+    reference = Reference(TINY, random_weights(TINY))
+    assert results[size]["preemptions"] > 0
+    for (prompt, _, count), ids in zip(GREEDY, results[size]["ids"], strict=False):
+        assert reference.error(prompt, ids, count) is None
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_seeded_draws(results: dict[int, dict[str, Any]], size: int) -> None:
+    """Noise belongs to a token's place in the vocabulary, wherever it lies."""
+    ours, wanted = (results[count]["ids"][len(GREEDY):] for count in (size, 1))
+    assert ours == wanted and len(set(map(tuple, wanted))) == len(SAMPLED)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_device_holds_its_piece(results: dict[int, dict[str, Any]], size: int) -> None:
+    result = results[size]
+    assert len(result["weights"]) == len(result["pools"]) == size
+    assert len(set(result["weights"])) == len(set(result["pools"])) == 1
+    heads = {1: 4, 2: 2, 4: 1, 8: 1}[size]
+    assert result["pools"][0] == 10 * 16 * heads * 8 * 2 * LAYERS * 4
+    vocab, mlp = (-(-count // size) for count in (257, 90))
+    norms = MODEL_DIM * (2 * LAYERS + 1)
+    layer = MODEL_DIM * (2 * 64 // size + 2 * heads * 8 + 3 * mlp)
+    assert result["weights"][0] == 4 * (2 * vocab * MODEL_DIM + LAYERS * layer + norms)
+    assert size != 2 or result["compilations"][0] == result["compilations"][1], "compiled after the start"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives_of_a_step(results: dict[int, dict[str, Any]], size: int) -> None:
+    """Two sums of [T, D] in a layer and one for the embedding; the logits stay where they are."""
+    for name, found in results[size]["collectives"].items():
+        kind, count = name.split()
+        if size == 1:
+            assert not found, name
+        elif kind == "forward":
+            assert Counter(map(tuple, found)) == {("all-reduce", f"f32[{count},{MODEL_DIM}]", ""): 2 * LAYERS + 1}
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_collectives_of_the_sampler(results: dict[int, dict[str, Any]], size: int) -> None:
+    """A fixed set, of one number per row, or 15; the passes that find a cut-off share one instruction in a loop."""
+    for name, found in results[size]["collectives"].items():
+        kind, count = name.split()
+        if kind != "sample":
+            continue
+        one, few = f"[{count}]", f"[{count},15]"
+        assert sorted(map(tuple, found)) == sorted([
+            ("all-reduce", "f32" + one, "highest"), ("all-reduce", "s32" + one, "index"),
+            ("all-reduce", "f32" + few, "top_k"), ("all-reduce", "f32" + one, "mass"),
+            ("all-reduce", "f32" + few, "top_p"), ("all-reduce", "f32" + one, "drawn"),
+            ("all-reduce", "s32" + one, "index")])
+
+
+def test_smollm2_on_three_devices(smollm2_path: Path) -> None:
+    """Nine heads and three KV heads, from GGUF, against transformers."""
+    rows = json.loads((Path(__file__).parent / "data" / "reference_smollm2.json").read_text())[:3]
+    requests = [(row["prompt_token_ids"], {"temperature": 0}, len(row["ids"])) for row in rows]
+    [result] = run_cases([{"size": 3, "requests": requests, "engine": {
+        "model": str(smollm2_path), "max_num_batched_tokens": 8, "max_num_seqs": 3, "num_gpu_blocks_override": 32,
+        "enforce_eager": True}}])
+    for row, ids in zip(rows, result["ids"], strict=True):
+        assert compare_ids(ids, row["ids"], row["gaps"]) is None
+    assert len(result["weights"]) == 3 and len(set(result["weights"])) == 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "sizes"), [
+    (9, 3, (1, 3, 9)), (8, 4, (1, 2, 4, 8)), (32, 8, (1, 2, 4, 8, 16, 32)), (12, 1, (1, 2, 3, 4, 6, 12)),
+    (6, 4, (1, 2)), (7, 7, (1, 7))])
+def test_sizes_that_heads_can_be_shared_out_to(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> None:
+    config = ModelConfig("Some", 1, 64, heads, kv_heads, 16, 90, 257, 128)
+    assert possible_sizes(config) == sizes
+    for size in sizes:
+        partition = partition_of(config, size)
+        assert partition.size == size and partition.kv == min(size, kv_heads)
+        larger = padded(config, partition)
+        assert larger.vocab_size % size == larger.mlp_dim % size == 0
+        assert larger.vocab_size - 257 < size and larger.mlp_dim - 90 < size
+    with pytest.raises(ConfigError, match=f"use one of {', '.join(map(str, sizes))}"):
+        partition_of(config, 5)
+    assert padded(config, Partition()) == config
+
+
+def test_devices_that_are_not_there() -> None:
+    from jaxpaged.execution.devices import select_device
+
+    select_device("cpu")
+    with pytest.raises(ConfigError, match="64 cpu devices are needed, there are"):
+        select_device("cpu", EngineConfig(tensor_parallel_size=64).tensor_parallel_size)
