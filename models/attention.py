@@ -14,6 +14,7 @@ from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alib
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.kv_write import write_kv
 from jaxpaged.pallas_kernels.lowering import GpuTarget
+from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 from jaxpaged.pallas_kernels.tiles import AttentionTiles
 from jaxpaged.pallas_kernels.work_list import WorkList, make_work_list
 
@@ -47,7 +48,8 @@ class AttentionMetadata:
 
     Attributes:
         slot, position: [T] of each token; padding has the null slot and position 0.
-        page, place: [T] where each token's key and value go: page and place inside it.
+        page, place: [T] where each token's key and value go: page and place inside it. Padding's go to the null page;
+            the GPU's kernel writes none, and has -1 there.
         cos, sin: [T, H // 2] float32 rotary angles.
         block_table: [slots + 1, width] pages of each slot; the last row is the null slot of padding.
         work: what the path through attention needs, and with that, which path: the GPU's kernel, XLA, or None for the
@@ -78,16 +80,20 @@ def make_metadata(
     """
     null_slot = block_table.shape[0] - 1
     cos, sin = rotary_angles(position, config.head_dim, config.rope)
+    if config.alibi:  # these turn nothing
+        cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)
+    page = block_table[slot, position // block_size]
     work: GpuAttention | xla_paged_attention.WorkList | None = None
     if target is not None:
         assert cache_dtype is not None, "the GPU's tiles depend on the dtype of the pages"
         work = _gpu_attention(slot, position, null_slot, config, cache_dtype, target)
+        page = jnp.where(slot == null_slot, -1, page)
     elif not native:
         work = xla_paged_attention.make_work_list(slot, position, null_slot, XLA_TILES)
     return AttentionMetadata(
         slot=slot,
         position=position,
-        page=block_table[slot, position // block_size],
+        page=page,
         place=position % block_size,
         cos=cos,
         sin=sin,
@@ -136,10 +142,13 @@ class Attention(nnx.Module):
         """x [T, D] -> (y [T, D], pools with this step's keys and values)."""
         tokens = x.shape[0]
         q, k, v = (project(x).reshape(tokens, -1, self.head_dim) for project in (self.q, self.k, self.v))
-        if not self.alibi_heads:
-            q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
-        pages = write_kv(pages, k, v, meta.page, meta.place)
         rule, bias, work = self.rule, self._head_bias(q.shape[1]), meta.work
+        if isinstance(work, GpuAttention):
+            q, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.place, pages, target=work.target)
+        else:
+            if not self.alibi_heads:
+                q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
+            pages = write_kv(pages, k, v, meta.page, meta.place)
         if work is None:
             y = native_attention.paged_attention(
                 q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, rule.scale

@@ -34,6 +34,13 @@ class Linear(nnx.Module):
             y = jax.lax.psum(y, self.sum_over)
         return y if self.bias is None else y + self.bias[...]
 
+    def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
+        """As an output head: not rounded to the weights' dtype."""
+        if self.kernel[...].dtype == jnp.float32:
+            return self(x)
+        y = jnp.einsum("bd,dv->bv", x, self.kernel[...], preferred_element_type=jnp.float32)
+        return y if self.bias is None else y + self.bias[...]
+
 
 class RMSNorm(nnx.Module):
     """Root mean square norm (Zhang and Sennrich, 2019), in float32."""

@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
             x, pages = _run_layer(graph, weights, x, pages, meta)
             updated.append(pages)
         x = self.norm(x[sample_row])
-        logits = self.embed.logits(x) if self.head is None else self.head(x).astype(jnp.float32)
+        logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
         return logits, tuple(updated)
 
 

@@ -1,5 +1,6 @@
 """The sampler kernel, interpreted, against the CPU path's very draws, the specification and the distribution."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.execution.aot import analyse, dump_options, no_persistent_cache
-from jaxpaged.execution.sampler import SamplingState
 from jaxpaged.execution.sampler import sample as sample_with_xla
+from jaxpaged.execution.sampler import state_of
 from jaxpaged.pallas_kernels import reference
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.sampler import FAILED, SlotParameters, sample
@@ -75,7 +76,7 @@ def test_it_draws_what_the_xla_path_draws(kind: str, seed: int) -> None:
     parameters, slot = make_parameters(rng), rng.permutation(SLOTS)[:ROWS].astype(np.int32)
     position = rng.integers(0, 10**6, ROWS).astype(np.int32)
     values = {name: value[slot] for name, value in parameters._asdict().items()}
-    state = SamplingState(**values, logprobs=np.zeros(ROWS, bool))
+    state = replace(state_of((), ROWS), **values)
     wanted, found = np.asarray(run_xla(logits, state, position)), draw(logits, parameters, slot, position)
     for row in np.flatnonzero(wanted != found):
         assert parameters.temperature[slot[row]] > 0

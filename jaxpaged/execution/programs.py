@@ -48,6 +48,8 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "cpu": {},
     "cuda": {
         "xla_gpu_enable_triton_gemm": False,
+        # Merged products of q, k and v would copy their weights side by side in each step.
+        "xla_gpu_dot_merger_threshold_mb": "0",
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES",
     },
 }
