@@ -22,6 +22,7 @@ from jaxpaged.server.args import ServerConfig
 from jaxpaged.server.calls import Call, MakeReader
 from jaxpaged.server.chat_answer import ChoiceReader
 from jaxpaged.server.chat_tools import choose_tools
+from jaxpaged.server.echo import Echo
 from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.gate import Gate, route_path
 from jaxpaged.server.logprob_shapes import LogprobShape
@@ -183,8 +184,11 @@ class Api:
                 shape = AnswerShape(
                     chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
                     model=body.model or self._names[0], num_choices=len(requests) * params.n,
-                    token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params))
-                call = Call(stream, requests, params.n, shape, make_reader=make_reader, finish_reason=finish_reason)
+                    token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params),
+                    prompt_logprobs=body.prompt_logprobs is not None)
+                echo = Echo(self._tokenizer, logprobs=params.logprobs is not None) if body.echoes else None
+                call = Call(stream, requests, params.n, shape, make_reader=make_reader, finish_reason=finish_reason,
+                            echo=echo)
                 if not body.stream:
                     return await call.whole()
         except BaseException:

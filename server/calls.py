@@ -9,6 +9,7 @@ from jaxpaged.errors import EngineDeadError
 from jaxpaged.input_processor import ProcessedRequest
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.server.chat_answer import ChoiceReader, join_deltas
+from jaxpaged.server.echo import Echo
 from jaxpaged.server.engine_client import OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.protocol import AnswerShape, usage
 from jaxpaged.server.responses import json_response, server_error
@@ -23,12 +24,15 @@ class Call:
     Args:
         make_reader: for chats whose text holds tool calls or reasoning; called once for each choice.
         finish_reason: of a choice that has calls and was not cut off.
+        echo: puts the prompts before the choices.
     """
 
     def __init__(self, stream: OutputStream, requests: Sequence[ProcessedRequest], n: int, shape: AnswerShape, *,
-                 make_reader: MakeReader | None = None, finish_reason: str = "tool_calls") -> None:
+                 make_reader: MakeReader | None = None, finish_reason: str = "tool_calls",
+                 echo: Echo | None = None) -> None:
         self._stream, self._requests, self._n, self._shape = stream, requests, n, shape
         self._finish_reason = finish_reason
+        self._echo = echo
         self._readers = {} if make_reader is None else {
             place * n + choice: make_reader(request)
             for place, request in enumerate(requests) for choice in range(n)}
@@ -41,6 +45,8 @@ class Call:
         outputs = sorted(await self._stream.get_all(), key=lambda output: self._places[output.request_id])
         for output in outputs:
             self._count(output)
+        if self._echo is not None:
+            outputs = [self._echo.add(output) for output in outputs]
         if self._readers:
             messages: list[tuple[dict[str, Any], str | None]] = []
             for choice in (choice for output in outputs for choice in output.outputs):
@@ -73,6 +79,8 @@ class Call:
 
     def _add_events(self, events: list[str], output: RequestOutput, opened: set[int]) -> None:
         self._count(output)
+        if self._echo is not None:
+            output = self._echo.add(output)
         shape, first = self._shape, self._places[output.request_id] * self._n
         for choice in output.outputs:
             index = first + choice.index

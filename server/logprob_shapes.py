@@ -1,6 +1,6 @@
 """Log probabilities in the shapes of OpenAI's two endpoints."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.outputs import CompletionOutput, Logprob
@@ -39,7 +39,7 @@ class LogprobShape:
 
     def completion(self, ids: Iterable[int], logprobs: Iterable[Mapping[int, Logprob] | None],
                    offsets: Iterable[int]) -> dict[str, Any]:
-        """The lists of a completion; a first prompt token has no log probabilities."""
+        """The lists of a completion; the first token of an echoed prompt has no entry."""
         pairs = list(zip(ids, logprobs, strict=True))
         return {
             "tokens": [self._spelling(token) for token, _ in pairs],
@@ -81,6 +81,15 @@ class LogprobShape:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def prompt_entries(logprobs: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`: for each prompt token its id and the alternatives', each with what is known of it."""
+    if logprobs is None:
+        return None
+    return [None if entry is None else {
+        str(token): {"logprob": _finite(item.logprob), "rank": item.rank, "decoded_token": item.decoded_token}
+        for token, item in entry.items()} for entry in logprobs]
 
 
 def _finite(logprob: float) -> float:

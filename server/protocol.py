@@ -13,7 +13,7 @@ from jaxpaged.input_processor import check_cache_salt
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jaxpaged.server.chat_tools import ToolUse
-from jaxpaged.server.logprob_shapes import LogprobShape
+from jaxpaged.server.logprob_shapes import LogprobShape, prompt_entries
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow
 
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",), "echo": (False,), "prompt_logprobs": (),
+    "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0), "early_stopping": (False,), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
@@ -94,6 +94,7 @@ class _Request(Body):
     expected_output_tokens: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
+    prompt_logprobs: int | None = Field(None, description="log probabilities of the prompt's tokens, not streamed")
     return_token_ids: bool | None = Field(None, description="add the ids of the prompt and of each choice")
     priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
     request_id: str | None = Field(None, description="becomes part of the answer's id")
@@ -115,6 +116,8 @@ class _Request(Body):
             if self.stream_options.continuous_usage_stats:
                 raise NotSupportedError("stream_options.continuous_usage_stats is not supported yet; leave it out",
                                         param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         check_cache_salt(self.cache_salt)
         if self.request_id is not None and not (
                 0 < len(self.request_id) <= MAX_REQUEST_ID_CHARS and self.request_id.isprintable()):
@@ -136,6 +139,8 @@ class _Request(Body):
             given.pop("best_of", None)
         if (logprobs := self.num_logprobs) is not None:
             given["logprobs"] = logprobs
+        if self.echoes and (logprobs is not None or self.max_tokens == 0):
+            given["prompt_logprobs"] = max(logprobs or 0, self.prompt_logprobs or 0)
         params = SamplingParams(**{**defaults, "max_tokens": default_max_tokens, **given,
                                    "output_kind": RequestOutputKind.DELTA})
         params.check_supported()
@@ -145,6 +150,11 @@ class _Request(Body):
     def num_logprobs(self) -> int | None:
         """Alternatives per position; None for no log probabilities."""
         return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether choices begin with the prompt."""
+        return False
 
     @property
     def include_usage(self) -> bool:
@@ -164,10 +174,15 @@ class CompletionRequest(_Request):
                             {"type": "array", "items": {"type": "integer"}},
                             {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}]})
     logprobs: int | None = Field(None, description="log probabilities with this many alternatives per token")
+    echo: bool | None = Field(None, description="begin each choice with the prompt")
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 class ChatCompletionRequest(_Request):
@@ -331,13 +346,14 @@ class AnswerShape:
         num_choices: over all prompts.
         token_ids: whether choices carry their token ids.
         logprobs: how to write log probabilities, where they were asked for.
+        prompt_logprobs: whether whole answers carry those of the prompts.
     """
 
     def __init__(self, *, chat: bool, answer_id: str, created: int, model: str, num_choices: int,
-                 token_ids: bool, logprobs: LogprobShape | None = None) -> None:
+                 token_ids: bool, logprobs: LogprobShape | None = None, prompt_logprobs: bool = False) -> None:
         self._chat = chat
         self._token_ids = token_ids
-        self._logprobs = logprobs
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion", "text_completion")
         self._whole, self._chunk = ({"id": answer_id, "object": name, "created": created, "model": model}
                                     for name in kind)
@@ -418,8 +434,12 @@ class AnswerShape:
                 item |= {"logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stop_reason}
                 if self._token_ids:
                     item |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
+                if self._prompt_logprobs and not self._chat:
+                    item["prompt_logprobs"] = prompt_entries(output.prompt_logprobs)
                 choices.append(item)
-        return to_json({**self._whole, "choices": choices, "usage": totals})
+        more = {"prompt_logprobs": prompt_entries(outputs[0].prompt_logprobs)} \
+            if self._prompt_logprobs and self._chat else {}
+        return to_json({**self._whole, "choices": choices, "usage": totals, **more})
 
 
 _quote = json.JSONEncoder(ensure_ascii=False).encode

@@ -81,8 +81,7 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("suffix", "x"), ("echo", True),
-    ("prompt_logprobs", 0),
+    ("suffix", "x"),
     ("use_beam_search", True), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_regex", "a"),
     ("guided_choice", ["a"]), ("response_format", {"type": "json_object"}),
     ("functions", [{}]), ("truncate_prompt_tokens", 5),
@@ -97,7 +96,7 @@ def test_what_is_known_but_not_supported_is_named(kind: Any, field: str, value: 
 
 
 @pytest.mark.parametrize("fields", [
-    {"suffix": ""}, {"echo": False}, {"logit_bias": {}}, {"bad_words": []},
+    {"suffix": ""}, {"logit_bias": {}}, {"bad_words": []},
     {"use_beam_search": False}, {"response_format": {"type": "text"}}, {"tools": [], "tool_choice": "none"},
     {"best_of": 1}, {"n": 3, "best_of": 3}, {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
     {"min_tokens": 0}, {"length_penalty": 1.0}, {"user": "me", "metadata": {"a": "b"}},
