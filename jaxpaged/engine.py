@@ -157,7 +157,8 @@ class Engine:
             step_seconds=((running.step.kind, now - began),),
             step_tokens=(running.step.num_tokens,),
         )
-        return self._scheduler.update(running.step, sampled, running.sampled_logprobs())
+        return self._scheduler.update(running.step, sampled, running.sampled_logprobs(),
+                                      [rows.read() for rows in running.scored])
 
     def _note_idle_device(self) -> None:
         """Count the time in which the device had nothing although there was work."""

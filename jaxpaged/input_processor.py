@@ -105,7 +105,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping) and cache_salt is None:
             cache_salt = prompt.get("cache_salt")
         check_cache_salt(cache_salt)
-        text, ids = self._prompt(prompt, add_special_tokens)
+        text, ids = self._prompt(prompt, add_special_tokens, 0 if params.max_tokens == 0 else 1)
         max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
         eos = frozenset() if params.ignore_eos else self._eos
         stop_token_ids = eos.union(params.stop_token_ids or ())
@@ -118,7 +118,8 @@ class InputProcessor:
         ids_of_choices = sequence_ids(request_id, params.n)
         sequences = tuple(
             EngineRequest(sequence_id, ids, params, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
-                          arrival_time, priority, cache_salt, fork_of=ids_of_choices[0] if choice else None)
+                          arrival_time, priority, cache_salt, fork_of=ids_of_choices[0] if choice else None,
+                          skip_prefix_read=params.prompt_logprobs is not None)
             for choice, sequence_id in enumerate(ids_of_choices))
         return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
 
@@ -158,7 +159,7 @@ class InputProcessor:
         self._check_chars(len(text), "prompt")
         return self._needed_tokenizer("prompt").encode(text, add_special_tokens)
 
-    def _prompt(self, prompt: object, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+    def _prompt(self, prompt: object, add_special_tokens: bool, answer: int) -> tuple[str | None, tuple[int, ...]]:
         text: object = None
         ids: object = None
         if isinstance(prompt, str):
@@ -174,13 +175,13 @@ class InputProcessor:
         if text is not None and not isinstance(text, str):
             raise RequestError("prompt must be text", param="prompt")
         if ids is not None:
-            return text, self._check_ids(ids)
+            return text, self._check_ids(ids, answer)
         if not text:
             raise RequestError("prompt is empty; give a text or a list of token ids", param="prompt")
         encoded = tuple(self.encode(text, add_special_tokens))
         if not encoded:
             raise RequestError("prompt has no token", param="prompt")
-        self._check_room(len(encoded), "prompt")
+        self._check_room(len(encoded), "prompt", answer)
         if max(encoded) >= self._vocab_size:
             raise RequestError("prompt has a token that the model does not know", param="prompt")
         return text, encoded
@@ -210,12 +211,12 @@ class InputProcessor:
                     found[ids] = None
         return tuple(found)
 
-    def _check_ids(self, ids: object) -> tuple[int, ...]:
+    def _check_ids(self, ids: object, answer: int) -> tuple[int, ...]:
         if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sequence):
             raise RequestError("prompt must be a text or a list of token ids", param="prompt")
         if not ids:
             raise RequestError("prompt is empty; give at least one token id", param="prompt")
-        self._check_room(len(ids), "prompt")
+        self._check_room(len(ids), "prompt", answer)
         if set(map(type, ids)) != {int}:  # not isinstance: True is an int
             raise RequestError("token ids must all be integers", param="prompt")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
@@ -236,12 +237,12 @@ class InputProcessor:
                 f"the prompt has {count} characters, more than the {self._max_model_len} tokens of the longest "
                 "context can hold; shorten it", param=param, code=_CODE)
 
-    def _check_room(self, prompt_tokens: int, param: str) -> None:
-        if prompt_tokens >= self._max_model_len:
+    def _check_room(self, prompt_tokens: int, param: str, answer: int = 1) -> None:
+        if prompt_tokens + answer > self._max_model_len:
             raise ContextLengthError(
                 f"the prompt has {prompt_tokens} tokens; this model's longest context is {self._max_model_len} tokens, "
                 "and at least one of them is for the answer; shorten the prompt", param=param, code=_CODE)
-        if prompt_tokens >= self._kv_capacity:
+        if prompt_tokens + answer > self._kv_capacity:
             raise self._pool_error(f"the prompt has {prompt_tokens} tokens", param)
 
     def _max_tokens(self, prompt_tokens: int, asked: int | None, lower: bool) -> int:

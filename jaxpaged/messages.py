@@ -82,7 +82,8 @@ class TokenDelta(NamedTuple):
     costs a dataclass.
 
     `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
-    `logprobs` has one entry for each of `token_ids` if the request asks for them, else none.
+    `logprobs` has one entry for each of `token_ids` if the request asks for them, else none; `prompt_logprobs`, once,
+    with the first token or the end, one for each prompt token but the first.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class TokenDelta(NamedTuple):
     scheduled_time: float | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,10 @@ class OutputProcessor:
               done: ProcessedOutputs) -> None:
         before = choice.num_tokens
         choice.take(delta)
+        if delta.prompt_logprobs and request.prompt_logprobs is None:
+            tokens = request.prompt_token_ids[1:]
+            request.prompt_logprobs = (None, *(choice.logprob_entry(token, found) for token, found in zip(
+                tokens, delta.prompt_logprobs, strict=True)))
         if delta.finish_reason is None and choice.finish_reason is not None:
             done.to_abort.append(choice.sequence_id)
         if delta.finish_reason == "error":
@@ -244,12 +248,16 @@ class _Choice:
     def _take_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids
             self._cumulative_logprob += found.logprob
-            entry = {token_id: self._logprob(token_id, found.logprob, found.rank)}
-            for rank, (other, logprob) in enumerate(found.top, 1):
-                entry.setdefault(other, self._logprob(other, logprob, rank))
-            self._logprobs.append(entry)
+            self._logprobs.append(self.logprob_entry(token_id, found))
         hidden = len(self._logprobs) - len(self._text_offsets)
         self._text_offsets += [self._text_length] * hidden
+
+    def logprob_entry(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+        """One position: the token that is there, then the alternatives."""
+        entry = {token_id: self._logprob(token_id, found.logprob, found.rank)}
+        for rank, (other, logprob) in enumerate(found.top, 1):
+            entry.setdefault(other, self._logprob(other, logprob, rank))
+        return entry
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, self._decoded(token_id) if self._decoded else None)
@@ -305,6 +313,7 @@ class _Request:
     last_token_time: float | None = None
     finished_time: float | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
     @property
     def finished(self) -> bool:
@@ -339,8 +348,10 @@ class _Request:
             return None
         whole = kind is not RequestOutputKind.DELTA
         outputs = tuple(choice.output(whole) for choice in self.choices if whole or choice.has_news)
+        if self.params.prompt_logprobs is not None and self.prompt_logprobs is None and len(self.prompt_token_ids) == 1:
+            self.prompt_logprobs = (None,)
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, finished,
-                             metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens)
+                             self.prompt_logprobs, metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens)
 
     def figures(self) -> FinishedRequest:
         """What the metrics want of an ended request."""

@@ -56,7 +56,7 @@ class SamplingParams:
         stop: string or strings that end the text; they are not part of it unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the text.
         ignore_eos: go on after the model's end token.
-        max_tokens: most tokens to generate; None for as many as the context holds.
+        max_tokens: most tokens to generate; None for as many as the context holds, 0 only with prompt_logprobs.
         min_tokens: no end before this many tokens, by end token, stop id or stop string.
         logprobs, prompt_logprobs: number of alternatives to report per position.
         logit_bias: token id -> -100 to 100, added to its logit, for at most 1,024 ids; 100 makes it the choice, -100
@@ -115,7 +115,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
+            _check_int("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
@@ -174,7 +174,7 @@ class SamplingParams:
 
 
 _NOT_SUPPORTED = frozenset(
-    {"best_of", "prompt_logprobs", "structured_outputs"}
+    {"best_of", "structured_outputs"}
 )
 
 

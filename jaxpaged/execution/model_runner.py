@@ -11,7 +11,15 @@ import numpy as np
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.logit_processors import neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
-from jaxpaged.execution.programs import ADMIT_SIZES, COPY_BLOCKS, TABLE_ROWS, Params, ProgramSet, StepShape
+from jaxpaged.execution.programs import (
+    ADMIT_SIZES,
+    COPY_BLOCKS,
+    SCORED_ROWS,
+    TABLE_ROWS,
+    Params,
+    ProgramSet,
+    StepShape,
+)
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_input import pad_step
@@ -19,20 +27,37 @@ from jaxpaged.messages import EngineRequest, TokenLogprobs
 from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler import SchedulerOutput
+from jaxpaged.scheduling.scheduler import PromptLogprobs, ScheduledPiece, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Log probabilities, under way, of `count` prompt tokens behind the one at `start`."""
+
+    request: Request
+    start: int
+    count: int
+    logprobs: jax.Array
+
+    def read(self) -> PromptLogprobs:
+        """Wait for them."""
+        rows, wanted = np.asarray(self.logprobs), self.request.message.params.prompt_logprobs or 0
+        return PromptLogprobs(self.request, self.start, [unpack_row(row, wanted) for row in rows[: self.count]])
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A dispatched step; `ids` [B], and `logprobs` where a row wants them, are being computed."""
+    """A dispatched step; `ids` [B], and log probabilities where a row or a prompt wants them, are being computed."""
 
     step: SchedulerOutput
     size: int
     ids: jax.Array | None
     logprobs: jax.Array | None = None
+    scored: tuple[ScoredRows, ...] = ()
 
     def is_ready(self) -> bool:
-        return self.ids is None or self.ids.is_ready()  # type: ignore[attr-defined]
+        last = self.ids if self.ids is not None else self.scored[-1].logprobs if self.scored else None
+        return last is None or last.is_ready()  # type: ignore[attr-defined]
 
     def sampled(self) -> list[int]:
         """Ids in the order of the sampling pieces; waits for the device."""
@@ -45,6 +70,13 @@ class StepInFlight:
         rows = np.asarray(self.logprobs)
         wanted = [piece.request.message.params.logprobs for piece in self.step.pieces if piece.samples]
         return [None if count is None else unpack_row(row, count) for count, row in zip(wanted, rows, strict=False)]
+
+
+def _is_scored(piece: ScheduledPiece) -> bool:
+    """Whether log probabilities of the piece's tokens are wanted and have not been given."""
+    request = piece.request
+    return (request.message.params.prompt_logprobs is not None and piece.start < request.num_prompt_tokens - 1
+            and len(request.token_ids) == request.num_prompt_tokens)
 
 
 def placed(params: Mapping[Any, Any], shapes: Params, placement: Placement) -> Params:
@@ -122,6 +154,11 @@ class ModelRunner:
             self._write_tables(tables[first : first + TABLE_ROWS])
         for first in range(0, len(step.copies), COPY_BLOCKS):
             self._copy_blocks(step.copies[first : first + COPY_BLOCKS])
+        whole, scored = step, list[ScoredRows]()
+        if any(_is_scored(piece) for piece in step.pieces):
+            step, scored = self._score(step)
+        if not step.pieces:
+            return StepInFlight(whole, whole.num_tokens, None, scored=tuple(scored))
         size = shape.size_for(step.num_tokens, step.num_sampled)
         buffer = pad_step(step, size=size, num_samples=shape.samples_of(size), null_slot=shape.max_num_seqs,
                           block_size=shape.block_size)
@@ -138,7 +175,7 @@ class ModelRunner:
             ids, self._last_id = self._programs.get(("sample", shape.samples_of(size)))(
                 self._sampling, self._last_id, logits, slot, position
             )
-        return StepInFlight(step, size, ids, logprobs)
+        return StepInFlight(whole, max(size, whole.num_tokens), ids, logprobs, tuple(scored))
 
     def replace_params(self, params: Mapping[Any, Any]) -> None:
         """Use other weights from the next step on.
@@ -152,6 +189,40 @@ class ModelRunner:
         if shapes(params) not in (shapes(self._params), shapes(self._stored)):
             raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
         self._params = placed(params, self._programs.params, self._programs.placement)
+
+    def _score(self, step: SchedulerOutput) -> tuple[SchedulerOutput, list[ScoredRows]]:
+        """Compute the pieces whose log probabilities are wanted; what is left for the step itself.
+
+        Of a piece that samples its last token is left: its keys and values are written a second time.
+        """
+        left: list[ScheduledPiece] = []
+        scored: list[ScoredRows] = []
+        for piece in step.pieces:
+            if not _is_scored(piece):
+                left.append(piece)
+                continue
+            for first in range(0, piece.num_tokens, SCORED_ROWS):
+                scored.append(self._score_rows(piece, first, min(SCORED_ROWS, piece.num_tokens - first)))
+            if piece.samples:
+                last = piece.num_tokens - 1
+                left.append(piece._replace(start=piece.start + last, token_ids=piece.token_ids[last:], num_tokens=1,
+                                           blocks=()))
+        return SchedulerOutput(tuple(left), sum(piece.num_tokens for piece in left)), scored
+
+    def _score_rows(self, piece: ScheduledPiece, first: int, count: int) -> ScoredRows:
+        size, start = self._shape.block_size, piece.start + first
+        begun, end = -(-start // size) + piece.start // -size, -(-(start + count) // size) + piece.start // -size
+        part = piece._replace(start=start, token_ids=piece.token_ids[first : first + count], num_tokens=count,
+                              samples=False, blocks=piece.blocks[begun:end])
+        rows = pad_step(SchedulerOutput((part,), count), size=SCORED_ROWS, num_samples=0,
+                        null_slot=self._shape.max_num_seqs, block_size=size)
+        targets = np.zeros(SCORED_ROWS, np.int32)
+        wanted = piece.request.token_ids[start + 1 : start + count + 1]
+        targets[: len(wanted)] = wanted
+        self._pools, self._block_table, logprobs = self._programs.get(("prompt_logprobs", SCORED_ROWS))(
+            self._params, self._pools, self._block_table, np.concatenate([rows, targets])
+        )
+        return ScoredRows(piece.request, start, len(wanted), logprobs)
 
     def _admit_processors(self, request: Request, slot: int) -> None:
         length = request.num_prompt_tokens

@@ -1,9 +1,10 @@
 """The closed set of compiled programs: nothing else runs on the device after start-up.
 
 `forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `sample_full[B]` does so in steps where
-a row wants more than a draw, `admit[n]` writes n slots and `admit_full[1]` what only that variant reads, `table[n]` the
-block-table rows of n slots whose first blocks are there already, `copy[n]` copies n blocks in all layers. They are
-ahead-of-time executables, which refuse a new shape instead of compiling for it.
+a row wants more than a draw, `prompt_logprobs[64]` computes rows of prompts whose log probabilities are wanted.
+`admit[n]` writes n slots and `admit_full[1]` what only the full sampler reads, `table[n]` the block-table rows of n
+slots whose first blocks are there already, `copy[n]` copies n blocks in all layers. They are ahead-of-time executables,
+which refuse a new shape instead of compiling for it.
 """
 
 import logging
@@ -18,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpaged.execution.block_programs import copy_blocks
 from jaxpaged.execution.full_sampler import sample_full
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logit_processors import ProcessorState, neutral_processors
-from jaxpaged.execution.logprobs import NUM_TOP
+from jaxpaged.execution.logprobs import NUM_TOP, packed_logprobs
 from jaxpaged.execution.sampler import SamplingState, sample, state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
 from jaxpaged.execution.step_input import unpack_step
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 ProgramName = tuple[str, int]
 Params = dict[Any, Any]
 
+SCORED_ROWS = 64  # of one `prompt_logprobs` program: logits of a whole step would take gigabytes
 ADMIT_SIZES = (1, 8)
 TABLE_ROWS = 8
 COPY_BLOCKS = 8
@@ -160,6 +163,7 @@ class ProgramSet:
             ("table", TABLE_ROWS),
             ("admit_full", 1),
             ("copy", COPY_BLOCKS),
+            ("prompt_logprobs", SCORED_ROWS),
         )
 
     def compile_all(self, done: Callable[[ProgramName], None]) -> None:
@@ -177,10 +181,12 @@ class ProgramSet:
         return int(analysis.temp_size_in_bytes)
 
     def largest_temporaries(self) -> int:
-        """Memory that the largest step takes for itself: its forward pass, or its sampling."""
+        """Memory that the largest step takes for itself, and what its sampling keeps between steps."""
         size = self._shape.sizes[-1]
-        return max(self.temporary_bytes(("forward", size)),
-                   self.temporary_bytes(("sample_full", self._shape.samples_of(size))))
+        kept = jax.tree.leaves(self._processor_shapes(self._shape.max_num_seqs + 1))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) + max(
+            self.temporary_bytes(name) for name in (
+                ("forward", size), ("sample_full", self._shape.samples_of(size)), ("prompt_logprobs", SCORED_ROWS)))
 
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
@@ -216,6 +222,13 @@ class ProgramSet:
                 (LOGITS, pools, REPLICATED, REPLICATED, REPLICATED))
             run = jax.jit(spread, donate_argnums=(1, 2))
             return run.lower(self.params, self._pools, table, ids, packed)
+        if kind == "prompt_logprobs":
+            packed = self._spec((5 * count,), jnp.int32)
+            pools = jax.tree.map(pool_spec, self._pools)
+            spread = self.placement.spread(
+                self._score(count), (self._param_specs, pools, REPLICATED, REPLICATED),
+                (pools, REPLICATED, REPLICATED))
+            return jax.jit(spread, donate_argnums=(1, 2)).lower(self.params, self._pools, table, packed)
         state = self._placed(jax.eval_shape(lambda: state_of((), slots)))
         if kind == "sample":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
@@ -244,7 +257,9 @@ class ProgramSet:
     def _processor_shapes(self, rows: int) -> Any:
         return self._placed(jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size)))
 
-    def _forward(self, size: int) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
+    def _forward(
+        self, size: int, *, samples_all: bool = False
+    ) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
         graph, block_size, partition = self._graph, self._shape.block_size, self.placement.partition
         native, target, cache_dtype = self._native_attention, self._target, self._cache_dtype
         # What one device has of it.
@@ -265,12 +280,29 @@ class ProgramSet:
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
             meta = make_metadata(rows.slot, rows.position, block_table, config, block_size,
                                  cache_dtype=cache_dtype, native=native, target=target)
-            row = jnp.minimum(rows.sample_row, size - 1)
+            sample_row = jnp.arange(size) if samples_all else rows.sample_row
+            row = jnp.minimum(sample_row, size - 1)
             logits, pools = nnx.merge(graph, params)(ids, row, pools, meta)
             logits = vocabulary.hide_padding(logits, vocab_size)
             return logits, pools, block_table, rows.sample_slot, rows.position[row] + 1
 
         return forward
+
+    def _score(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
+        forward, placement = self._forward(size, samples_all=True), self.placement
+        num_top = min(self._shape.num_top, self._vocab_size)
+
+        def score(
+            params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
+        ) -> tuple[Pools, jax.Array, jax.Array]:
+            """As a step of `size` rows, all known; log probabilities of the ids [size] at the end of `packed`."""
+            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
+            logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
+            if placement.axis:
+                logits = lax.all_gather(logits, placement.axis, axis=1, tiled=True)
+            return pools, block_table, packed_logprobs(logits, packed[4 * size :], num_top)
+
+        return score
 
     def _spec(self, shape: Sequence[int], dtype: Any, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.placement.sharding(spec))

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from jaxpaged.messages import EngineRequest
+from jaxpaged.messages import EngineRequest, TokenLogprobs
 
 
 class RequestStatus(enum.IntEnum):
@@ -42,6 +42,7 @@ class Request:
         num_cached: prompt tokens that the prefix cache spared it when it was first let in.
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
+        prompt_logprobs: of its prompt tokens but the first, as far as they are there and nobody has been told.
     """
 
     message: EngineRequest
@@ -66,12 +67,13 @@ class Request:
     num_passed: int = 0
     scheduled_time: float | None = None
     full_sampling: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     predicted_length: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_length = self.num_prompt_tokens + self.message.max_tokens
+        self.max_length = self.num_prompt_tokens + max(self.message.max_tokens, 1)  # of a prompt alone one is dropped
         self.full_sampling = self.message.params.full_sampling
 
     @property

@@ -64,6 +64,14 @@ class ScheduledPiece(NamedTuple):
     table: Sequence[int] = ()
 
 
+class PromptLogprobs(NamedTuple):
+    """Log probabilities of the prompt tokens behind the one at `start`."""
+
+    request: Request
+    start: int
+    values: list[TokenLogprobs]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: its pieces, how many tokens they hold, and pairs of blocks, source and target, to copy before it."""
@@ -169,14 +177,19 @@ class Scheduler:
         return SchedulerOutput(tuple(pieces), self._budget - plan.left, self._kv.drain_copies())
 
     def update(
-        self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
+        self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> list[TokenDelta]:
         """Take in what a step sampled, in the order of its sampling pieces; finish what has ended.
 
         Args:
             logprobs: of the sampled ids, None for those whose requests want none.
+            prompt_logprobs: of the pieces whose requests want them.
         """
         deltas = []
+        for found in prompt_logprobs:
+            del found.request.prompt_logprobs[found.start :]  # a prompt that was preempted began anew
+            found.request.prompt_logprobs += found.values
         rows = [piece for piece in step.pieces if piece.samples]
         for piece, token, logprob in zip(rows, sampled, logprobs or [None] * len(rows), strict=True):
             request = piece.request
@@ -192,7 +205,12 @@ class Scheduler:
                 continue
             request.token_ids.append(token)
             delta = self._after_token(request, token)
-            deltas.append(delta if logprob is None else delta._replace(logprobs=(logprob,)))
+            if logprob is not None and delta.token_ids:
+                delta = delta._replace(logprobs=(logprob,))
+            if request.prompt_logprobs:
+                delta = delta._replace(prompt_logprobs=tuple(request.prompt_logprobs))
+                request.prompt_logprobs = []
+            deltas.append(delta)
         return deltas
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:
@@ -487,11 +505,12 @@ class Scheduler:
 
     def _after_token(self, request: Request, token: int) -> TokenDelta:
         message = request.message
-        if token in message.stop_token_ids:
+        if token in message.stop_token_ids and message.max_tokens:
             reason = None if token in message.eos_token_ids else token
             return self._finish(request, RequestStatus.FINISHED_STOPPED, (token,), reason)
         if len(request.token_ids) >= request.max_length:
-            return self._finish(request, RequestStatus.FINISHED_LENGTH, (token,))
+            shown = (token,) if message.max_tokens else ()  # of a prompt alone nothing but the end is told
+            return self._finish(request, RequestStatus.FINISHED_LENGTH, shown)
         return _delta(request, (token,))
 
     def _finish(
