@@ -135,7 +135,7 @@ class EngineConfig:
 
 
 NOT_SUPPORTED = (
-    "quantization", "load_format", "swap_space", "preemption_mode", "compiled",
+    "quantization", "load_format", "swap_space", "preemption_mode",
     "enable_chunked_prefill", "batch_invariant", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel",
 )
