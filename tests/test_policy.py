@@ -133,4 +133,4 @@ def test_room_for_predicted_growth_prevents_preemptions() -> None:
     batch = [Call(0.0, 40, hint=40) for _ in range(12)]
     pool = {"slots": 12, "num_blocks": 1 + 3 * 11 + 6}
     assert serve(batch, PriorityPolicy(), **pool).preemptions > 0
-    assert serve(batch, PredictedPolicy(), **pool).preemptions == 0
+    assert serve(batch, PredictedPolicy(horizon=40), **pool).preemptions == 0
