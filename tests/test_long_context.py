@@ -61,14 +61,14 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, rows: np.ndarray) -> np
     return mixed.reshape(len(rows), -1)
 
 
-def check_at_sampled_positions(folder: Path, length: int, block_size: int, *, layers: int, **engine_args: int) -> None:
+def check_at_sampled_positions(folder: Path, length: int, block_size: int, *, layers: int, budget: int) -> None:
     """One request of `length` tokens in pieces, then one that ends at each sampled position of it, on its blocks."""
     config = {**CONFIG, "max_position_embeddings": length + 16, "num_hidden_layers": layers, "hidden_size": 32,
               "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
     path = write_model(folder / "model", config)
     engine = Engine(EngineConfig(
         model=str(path), block_size=block_size, num_gpu_blocks_override=2 * length // block_size + 8, max_num_seqs=4,
-        enforce_eager=True, **engine_args))
+        max_num_batched_tokens=budget, enforce_eager=True))
     tokens = random_prompt(length, 0)
     draw = np.random.default_rng(1)
     wanted = np.sort(np.append(draw.choice(length - 1, NUM_QUERIES - 1, replace=False), length - 1))
@@ -103,20 +103,20 @@ def run(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, TokenDel
 
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_two_thousand_tokens(tmp_path: Path, block_size: int) -> None:
-    check_at_sampled_positions(tmp_path, 2048, block_size, layers=2, max_num_batched_tokens=256)
+    check_at_sampled_positions(tmp_path, 2048, block_size, layers=2, budget=256)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_thirty_two_thousand_tokens(tmp_path: Path, block_size: int) -> None:
-    check_at_sampled_positions(tmp_path, 2**15, block_size, layers=2, max_num_batched_tokens=512)
+    check_at_sampled_positions(tmp_path, 2**15, block_size, layers=2, budget=512)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_a_hundred_and_twenty_eight_thousand_tokens(tmp_path: Path, block_size: int) -> None:
     """One layer: the reference attends from the sampled positions only, and two would take it hours."""
-    check_at_sampled_positions(tmp_path, 2**17, block_size, layers=1, max_num_batched_tokens=512)
+    check_at_sampled_positions(tmp_path, 2**17, block_size, layers=1, budget=512)
 
 
 # Beside short requests
