@@ -70,7 +70,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LiveServe
     folder = tmp_path_factory.mktemp("servers")
     model = write_tiny_model(folder / "tiny")
     started = [LiveServer(folder / policy, str(model), "--max-num-seqs", "2", "--max-num-batched-tokens", "16",
-                          "--gpu-memory-utilization", str(share), "--scheduling-policy", policy)
+                          "--gpu-memory-utilization", str(share), "--scheduling-policy", policy, "--enforce-eager")
                for policy, share in zip(("fcfs", "priority"), SHARES, strict=True)]
     yield started
     for server in started:
