@@ -91,9 +91,10 @@ class SchedulerOutput:
     @property
     def kind(self) -> str:
         """decode, prefill or mixed, as the metrics call it."""
-        if self.num_tokens == len(self.pieces):
+        counts = {piece.num_tokens for piece in self.pieces}
+        if max(counts) == 1:
             return "decode"
-        return "mixed" if any(piece.num_tokens == 1 for piece in self.pieces) else "prefill"
+        return "mixed" if 1 in counts else "prefill"
 
 
 class Scheduler:
