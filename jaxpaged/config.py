@@ -10,6 +10,8 @@ from typing import Any
 from jaxpaged.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_SWAP_BYTES = 4 * 2**30  # on GPU
+MOST_SWAP_GIB = 2**20
 BLOCK_SIZES = (16, 32, 64, 128)
 DEFAULT_MEMORY_SHARE = 0.9
 MOST_LOGPROBS = 1000
@@ -59,8 +61,10 @@ class EngineConfig:
     cpu_attention: str = _flag(
         "auto", "attention on CPU: a native kernel, compiled at the first start, or XLA; auto: native where it can be "
         "built", choices=("auto", "native", "xla"), group="memory")
-    swap_space: str | None = _flag(None, "host memory for swapped KV blocks in GiB", group="memory")
-    preemption_mode: str = _flag("recompute", "what to do with a preempted request's KV",
+    swap_space: str | None = _flag(
+        None, "host memory for evicted KV blocks in GiB, as 16 or 16G (default: 4; on CPU 0)", group="memory")
+    preemption_mode: str = _flag("recompute", "what a preempted request has computed is computed again, or held in "
+                                 "--swap-space until it runs again",
                                  choices=("recompute", "swap"), group="memory")
     compiled: str | None = _flag(None, "directory of programs compiled ahead of time", group="memory")
     enforce_eager: bool = _flag(False, "compile each program at first use instead of at start", group="memory")
@@ -106,7 +110,25 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs must be from 0 to {MOST_LOGPROBS}, not {self.max_logprobs!r}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
+        self.swap_bytes("cpu")
         self._refuse_unsupported()
+
+    def swap_bytes(self, platform: str) -> int:
+        """Host memory for evicted blocks.
+
+        Raises:
+            ConfigError: swap_space is no number of GiB.
+        """
+        if self.swap_space is None:
+            return 0 if platform == "cpu" else DEFAULT_SWAP_BYTES
+        text = str(self.swap_space).strip().upper().removesuffix("B").removesuffix("I").removesuffix("G")
+        try:
+            size = float(text)
+        except ValueError:
+            size = -1
+        if not 0 <= size < MOST_SWAP_GIB:
+            raise ConfigError(f"swap_space must be a number of GiB, as 16 or 16G, not {self.swap_space!r}")
+        return int(size * 2**30)
 
     def _refuse_unsupported(self) -> None:
         for name in NOT_SUPPORTED:
@@ -135,7 +157,7 @@ class EngineConfig:
 
 
 NOT_SUPPORTED = (
-    "quantization", "load_format", "swap_space", "preemption_mode",
+    "quantization", "load_format", "compiled",
     "enable_chunked_prefill", "batch_invariant", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel",
 )

@@ -13,6 +13,7 @@ from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.programs import Params
 from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, TokenDelta
 from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.startup import InMemoryModel, prepare
@@ -49,6 +50,8 @@ class Engine:
             step_sizes=ready.shape.sizes,
             policy=POLICIES[config.scheduling_policy](),
             prefix_caching=config.enable_prefix_caching,
+            host=HostTier(ready.info.num_host_blocks, ready.chunk_sizes) if ready.info.num_host_blocks else None,
+            swap=config.preemption_mode == "swap",
         )
         self._seed = config.seed
         self._num_seeded = 0
@@ -116,6 +119,8 @@ class Engine:
             kv_slots_held=held,
             kv_slots_empty=empty,
             num_preemptions=self._scheduler.num_preemptions,
+            blocks_swapped_out=self._scheduler.num_swapped[0],
+            blocks_swapped_in=self._scheduler.num_swapped[1],
             compilations=self._runner.num_compiled,
         )
 

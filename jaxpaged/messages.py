@@ -118,6 +118,8 @@ class EngineStats:
     kv_slots_held_sum: int = 0
     kv_slots_empty_sum: int = 0
     num_preemptions: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
     padding_tokens: int = 0
     compilations: int = 0
     device_idle_seconds: float = 0.0
@@ -144,6 +146,7 @@ class EngineInfo:
     kv_cache_bytes: int
     start_seconds: float
     eos_token_ids: tuple[int, ...] = ()
+    num_host_blocks: int = 0
 
     def summary(self) -> str:
         """The start-up line for people."""

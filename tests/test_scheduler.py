@@ -20,6 +20,8 @@ from jaxpaged.messages import EngineRequest, TokenDelta
 from jaxpaged.outputs import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.host_tier import HostTier
+from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request, RequestStatus
 from jaxpaged.scheduling.scheduler import FAILED_TOKEN, ScheduledPiece, Scheduler, SchedulerOutput
 
@@ -96,22 +98,21 @@ class NaiveDevice:
         self.generation = 0  # of the prefix cache
         self.admitted = [0] * num_slots
         self.num_computed = 0
+        self.host: dict[int, list[list[Cell | None]]] = {}
+        self.num_saved = self.num_loaded = 0
 
     def run(self, step: SchedulerOutput) -> list[int]:
         sampled = []
         seen: list[int] = []
-        for source, target in step.copies:
-            for place in range(self.block_size):
-                self.kv.pop((target, place), None)
-                if (source, place) in self.kv:
-                    self.kv[target, place] = self.kv[source, place]
+        before = step.pieces[0]  # a piece without tokens is another choice of the one before it
+        self._move(step.transfers)
         for piece in step.pieces:
             assert piece.num_tokens >= 0
             assert len(piece.token_ids) in (piece.num_tokens, max(0, piece.num_tokens - 1))
             if piece.admit:
                 assert bool(piece.table) == (piece.start > 0)
                 self.owner[piece.slot] = piece.request
-                self.admitted[piece.slot] = self.generation
+                self.admitted[piece.slot] = self.generation if piece.num_tokens else self.admitted[before.slot]
             if piece.table:
                 self.table[piece.slot] = dict(enumerate(piece.table))
             assert self.owner[piece.slot] is piece.request, "the slot holds the sampling parameters of another request"
@@ -127,12 +128,39 @@ class NaiveDevice:
                 seen.append(token)
                 self.num_computed += 1
             assert next(blocks, None) is None, "a block too many"
+            before = piece if piece.num_tokens else before
             if piece.samples:
                 assert len(seen) == piece.start + piece.num_tokens, "it samples after another request's row"
                 token = next_token(self.model, seen, piece.request.message.choice)
                 self.last_id[piece.slot] = max(token, 0)
                 sampled.append(token)
         return sampled
+
+    def _move(self, transfers: Transfers) -> None:
+        for save in transfers.saves:
+            assert save.chunk not in self.host and NULL_BLOCK not in save.blocks
+            self.host[save.chunk] = [self._block(block) for block in save.blocks]
+            self.num_saved += len(save.blocks)
+        for source, target in transfers.copies:
+            self._fill(target, self._block(source))
+        for load in transfers.loads:
+            chunk = self.host[load.chunk]
+            assert len(chunk) == len(load.blocks)
+            for content, block in zip(chunk, load.blocks, strict=True):
+                if block != NULL_BLOCK:
+                    self._fill(block, content)
+                    self.num_loaded += 1
+        for chunk_number in transfers.drops:
+            del self.host[chunk_number]
+
+    def _block(self, block: int) -> list[Cell | None]:
+        return [self.kv.get((block, place)) for place in range(self.block_size)]
+
+    def _fill(self, block: int, content: Sequence[Cell | None]) -> None:
+        for place, cell in enumerate(content):
+            self.kv.pop((block, place), None)
+            if cell is not None:
+                self.kv[block, place] = cell
 
     def _write(self, piece: ScheduledPiece, position: int, token: int, seen: Sequence[int]) -> None:
         block = self.table[piece.slot][position // self.block_size]
@@ -158,14 +186,16 @@ class Harness:
 
     def __init__(
         self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, sizes: Sequence[int] | None = None,
-        model: Model = any_token, prefix_caching: bool = True,
+        model: Model = any_token, prefix_caching: bool = True, host_blocks: int = 0, swap: bool = False,
     ) -> None:
+        self.host_blocks = host_blocks
         self.block_size, self.budget, self.model = block_size, budget, model
         self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
         self.allocator = BlockAllocator(num_blocks)
         self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs,
                                    max_num_batched_tokens=budget, step_sizes=self.sizes,
-                                   prefix_caching=prefix_caching)
+                                   prefix_caching=prefix_caching, swap=swap,
+                                   host=HostTier(host_blocks, (4, 2, 1)) if host_blocks else None)
         self.device = NaiveDevice(block_size, num_blocks, max_num_seqs, model)
         self.in_flight: tuple[SchedulerOutput, list[int]] | None = None
         self.messages: dict[str, EngineRequest] = {}
@@ -236,6 +266,7 @@ class Harness:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        assert sum(map(len, self.device.host.values())) <= self.host_blocks
         held, empty = self.scheduler.kv_slots()
         assert 0 <= empty <= held <= self.capacity
         assert held == self.allocator.num_used * self.block_size
@@ -303,13 +334,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 14), block_size=st.sampled_from([1, 2, 4, 16]), max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 2, 3, 7, 16, 33, 80]), ladder=st.sampled_from(["cpu", "cuda", "sparse", "none"]),
-        prefix_caching=st.sampled_from([True, True, False]),
+        prefix_caching=st.sampled_from([True, True, False]), host_blocks=st.sampled_from([0, 0, 1, 5, 40]),
+        swap=st.booleans(),
     )
     def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str,
-              prefix_caching: bool) -> None:
+              prefix_caching: bool, host_blocks: int, swap: bool) -> None:
         sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
         self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
-                               sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching)
+                               sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching,
+                               host_blocks=host_blocks, swap=swap)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:

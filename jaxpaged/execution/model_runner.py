@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.execution.logit_processors import neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.programs import (
@@ -26,6 +27,7 @@ from jaxpaged.execution.step_input import pad_step
 from jaxpaged.messages import EngineRequest, TokenLogprobs
 from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK
+from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request
 from jaxpaged.scheduling.scheduler import PromptLogprobs, ScheduledPiece, SchedulerOutput
 
@@ -121,6 +123,7 @@ class ModelRunner:
         self._stored = params if stored is None else stored
         slots = shape.max_num_seqs + 1
         self._pools = pools
+        self._host = HostBlocks(programs)
         everywhere = programs.placement.sharding()
         self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=everywhere)
         self._last_id = jnp.zeros(slots, jnp.int32, device=everywhere)
@@ -143,17 +146,16 @@ class ModelRunner:
     def dispatch(self, step: SchedulerOutput) -> StepInFlight:
         """Queue a step on the device, behind those already there."""
         shape = self._shape
-        admitted = [piece for piece in step.pieces if piece.admit]
+        admitted = [(piece.request.message, piece.slot) for piece in step.pieces if piece.admit]
         for first in range(0, len(admitted), ADMIT_SIZES[-1]):
-            self._admit([(piece.request.message, piece.slot) for piece in admitted[first : first + ADMIT_SIZES[-1]]])
-        for piece in admitted:
-            if piece.request.message.params.has_processors:
+            self._admit(admitted[first : first + ADMIT_SIZES[-1]])
+        for piece in step.pieces:
+            if piece.admit and piece.request.message.params.has_processors:
                 self._admit_processors(piece.request, piece.slot)
         tables = [(piece.slot, piece.table) for piece in step.pieces if piece.table]
         for first in range(0, len(tables), TABLE_ROWS):
             self._write_tables(tables[first : first + TABLE_ROWS])
-        for first in range(0, len(step.copies), COPY_BLOCKS):
-            self._copy_blocks(step.copies[first : first + COPY_BLOCKS])
+        self._move_blocks(step.transfers)
         whole, scored = step, list[ScoredRows]()
         if any(_is_scored(piece) for piece in step.pieces):
             step, scored = self._score(step)
@@ -166,7 +168,7 @@ class ModelRunner:
             self._params, self._pools, self._block_table, self._last_id, buffer
         )
         ids, logprobs = None, None
-        if any([piece.samples and piece.request.full_sampling for piece in step.pieces]):
+        if any(piece.samples and piece.request.full_sampling for piece in step.pieces):
             samples = shape.samples_of(size)
             ids, self._processors, self._last_id, logprobs = self._programs.get(("sample_full", samples))(
                 self._sampling, self._processors, self._last_id, logits, slot, position, self._all_allowed[samples]
@@ -235,6 +237,13 @@ class ModelRunner:
         slots = np.full(size, self._shape.max_num_seqs, np.int32)
         slots[: len(requests)] = [slot for _, slot in requests]
         self._sampling = self._programs.get(("admit", size))(self._sampling, rows, slots)
+
+    def _move_blocks(self, transfers: Transfers) -> None:
+        self._host.save(self._pools, transfers.saves)
+        for first in range(0, len(transfers.copies), COPY_BLOCKS):
+            self._copy_blocks(transfers.copies[first : first + COPY_BLOCKS])
+        self._pools = self._host.load(self._pools, transfers.loads)
+        self._host.drop(transfers.drops)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         pairs = np.full((2, COPY_BLOCKS), NULL_BLOCK, np.int32)

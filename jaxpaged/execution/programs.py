@@ -3,18 +3,18 @@
 `forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `sample_full[B]` does so in steps where
 a row wants more than a draw, `prompt_logprobs[64]` computes rows of prompts whose log probabilities are wanted.
 `admit[n]` writes n slots and `admit_full[1]` what only the full sampler reads, `table[n]` the block-table rows of n
-slots whose first blocks are there already, `copy[n]` copies n blocks in all layers. They are ahead-of-time executables,
-which refuse a new shape instead of compiling for it.
+slots whose first blocks are there already. `copy[n]` copies n blocks in all layers; with host memory for blocks,
+`gather[n]` and `scatter[n]` take them out of the pools and put them back. They are ahead-of-time executables, which
+refuse a new shape instead of compiling for it.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +23,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpaged.execution.block_programs import copy_blocks
+from jaxpaged.execution.block_programs import copy_blocks, gather_blocks, scatter_blocks
 from jaxpaged.execution.full_sampler import sample_full
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logit_processors import ProcessorState, neutral_processors
 from jaxpaged.execution.logprobs import NUM_TOP, packed_logprobs
-from jaxpaged.execution.program_store import ProgramStore, StoreError, digest, environment_key
 from jaxpaged.execution.sampler import SamplingState, sample, state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
 from jaxpaged.execution.step_input import unpack_step
@@ -49,6 +48,7 @@ SCORED_ROWS = 64  # of one `prompt_logprobs` program: logits of a whole step wou
 ADMIT_SIZES = (1, 8)
 TABLE_ROWS = 8
 COPY_BLOCKS = 8
+CHUNK_SIZES = {"cpu": (8, 1), "cuda": (64, 8, 1)}  # blocks that move from or to host memory at once
 COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "cpu": {},
     "cuda": {
@@ -114,7 +114,7 @@ class ProgramSet:
         vocab_size: without the padding that `config` may have.
         platform: "cpu" or "cuda".
         native_attention: see `make_metadata`.
-        store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
+        chunk_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
     """
 
     def __init__(
@@ -130,9 +130,11 @@ class ProgramSet:
         vocab_size: int,
         platform: str,
         native_attention: bool = False,
-        store: Path | None = None,
+        chunk_sizes: Sequence[int] = (),
     ) -> None:
         self._graph = graph
+        self._cache = cache
+        self.chunk_sizes = tuple(chunk_sizes)
         self._config = config
         self._shape = shape
         self._platform = platform
@@ -146,36 +148,6 @@ class ProgramSet:
         self._pools = jax.tree.map(lambda leaf: self._spec_of(leaf, pool_spec(leaf)), cache.shapes(shape.num_blocks))
         self._compiled: dict[ProgramName, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
-        self._store = None if store is None else self.store_in(store)
-        if self._store is not None:
-            try:
-                self._store.check()
-            except StoreError as error:
-                self._give_up_store(error)
-
-    def store_in(self, folder: Path) -> ProgramStore:
-        """A store of these programs in `folder`, be it there or not."""
-        return ProgramStore(folder, self.key)
-
-    @property
-    def key(self) -> dict[str, str]:
-        """Everything that the programs depend on."""
-        partition = self.placement.partition
-        key = environment_key(self.placement.devices[0], self._platform, COMPILER_OPTIONS[self._platform])
-        return key | {
-            "devices": f"{partition.kv} x {partition.share}",
-            # What a text ends with, and how its weights were stored, changes no program.
-            "model": digest(self._config.replace(eos_token_ids=(), checkpoint_dtype="")),
-            "weights": digest(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), self.params)),
-            "kv_cache_dtype": self._cache_dtype.name,
-            "shape": digest(self._shape),
-            "native_attention": str(self._native_attention),
-        }
-
-    @property
-    def uses_store(self) -> bool:
-        """Whether programs come from the store that was given."""
-        return self._store is not None
 
     @property
     def num_compiled(self) -> int:
@@ -198,6 +170,7 @@ class ProgramSet:
             ("admit_full", 1),
             ("copy", COPY_BLOCKS),
             ("prompt_logprobs", SCORED_ROWS),
+            *((kind, count) for kind in ("gather", "scatter") for count in self.chunk_sizes),
         )
 
     def compile_all(self, done: Callable[[ProgramName], None]) -> None:
@@ -225,30 +198,22 @@ class ProgramSet:
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
         if name not in self._compiled:
-            compiled = self._from_store(name) or self.compile(name)
+            compiled = self.lower(name).compile(compiler_options=COMPILER_OPTIONS[self._platform])
             with self._lock:
                 self._compiled[name] = compiled
         return self._compiled[name]
 
-    def compile(self, name: ProgramName, more_options: Mapping[str, bool | str] | None = None) -> jax.stages.Compiled:
-        """Compile, whether or not it has been compiled before."""
-        return self.lower(name).compile(compiler_options=COMPILER_OPTIONS[self._platform] | dict(more_options or {}))
+    def to_host(self, content: Pools) -> Pools:
+        """Begin to move what `gather` gave to memory of the host; on CPU it is there."""
+        if self._platform == "cpu":
+            return content
+        return _moved(content, "pinned_host")
 
-    def _from_store(self, name: ProgramName) -> jax.stages.Compiled | None:
-        store = self._store
-        if store is None:
-            return None
-        try:
-            return store.load(name, self.placement.devices)
-        except StoreError as error:
-            self._give_up_store(error)
-            return None
-
-    def _give_up_store(self, error: StoreError) -> None:
-        with self._lock:
-            if self._store is not None:
-                logger.warning("%s; compiling instead", error)
-            self._store = None
+    def to_device(self, content: Pools) -> Pools:
+        """Begin to move what `to_host` gave back, for `scatter`."""
+        if self._platform == "cpu":
+            return content
+        return _moved(content, "device")
 
     def lower(self, name: ProgramName) -> jax.stages.Lowered:
         """The program before it is compiled, which can also be done for a device that is not there; see `aot`."""
@@ -264,11 +229,21 @@ class ProgramSet:
             rows = self._spec((count, self._shape.table_width), jnp.int32)
             return jax.jit(_write_table, donate_argnums=0).lower(table, rows, self._spec((count,), jnp.int32))
         pools = jax.tree.map(pool_spec, self._pools)
+        blocks = self._spec((count,), jnp.int32)
+        by_slices = self._platform == "cpu"
         if kind == "copy":
-            blocks = self._spec((count,), jnp.int32)
-            copy = partial(copy_blocks, by_slices=self._platform == "cpu")
+            copy = partial(copy_blocks, by_slices=by_slices)
             spread = self.placement.spread(copy, (pools, REPLICATED, REPLICATED), pools)
             return jax.jit(spread, donate_argnums=0).lower(self._pools, blocks, blocks)
+        if kind == "gather":
+            gather = partial(gather_blocks, by_slices=by_slices)
+            spread = self.placement.spread(gather, (pools, REPLICATED), pools)
+            return jax.jit(spread).lower(self._pools, blocks)
+        if kind == "scatter":
+            scatter = partial(scatter_blocks, by_slices=by_slices)
+            spread = self.placement.spread(scatter, (pools, pools, REPLICATED), pools)
+            content = jax.tree.map(lambda leaf: self._spec_of(leaf, pool_spec(leaf)), self._cache.shapes(count))
+            return jax.jit(spread, donate_argnums=0).lower(self._pools, content, blocks)
         if kind == "forward":
             packed = self._spec((4 * count + 2 * self._shape.samples_of(count),), jnp.int32)
             spread = self.placement.spread(
@@ -407,3 +382,9 @@ def _admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> Sampli
 
 def _write_table(block_table: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
     return block_table.at[slot].set(rows)
+
+
+def _moved(content: Pools, memory_kind: str) -> Pools:
+    shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(memory_kind), content)
+    moved: Pools = jax.device_put(content, shardings)
+    return moved

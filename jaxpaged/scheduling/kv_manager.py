@@ -3,17 +3,45 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.host_tier import HostBlock, HostTier, LoadBlocks, SaveBlocks
 from jaxpaged.scheduling.prefix_cache import Key, PrefixCache
 from jaxpaged.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Blocks that hold the beginning of a request, and how many of them are free until it takes them."""
+    """What holds the beginning of a request.
+
+    Attributes:
+        blocks: one after the other; the null block where it is to be brought back from host memory.
+        num_free: how many of the blocks are free until the request takes them.
+        on_host: where those are that have to be brought back, in order.
+    """
 
     blocks: tuple[int, ...] = ()
     num_free: int = 0
+    on_host: tuple[HostBlock, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Blocks to move before a step writes anything, in this order.
+
+    Attributes:
+        saves: blocks to copy to host memory.
+        copies: pairs of blocks, source and target.
+        loads: blocks to fill from host memory.
+        drops: chunks of host memory that are not needed any more.
+    """
+
+    saves: tuple[SaveBlocks, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    loads: tuple[LoadBlocks, ...] = ()
+    drops: tuple[int, ...] = ()
+
+
+NO_TRANSFERS = Transfers()
 
 
 NOT_SHARED = 2**62  # more blocks than any table has: the cache knows all of them, so it is told of none
@@ -29,16 +57,26 @@ class KVManager:
         allocator: the pool's blocks.
         block_size: tokens in a block.
         prefix_caching: share the blocks of equal beginnings.
+        host: keeps evicted blocks.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_size: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, *, prefix_caching: bool, host: HostTier | None = None
+    ) -> None:
         self.allocator = allocator
         self.block_size = block_size
-        self._cache = PrefixCache(block_size) if prefix_caching else None
+        self._shared = prefix_caching
+        self._host = host
+        self._cache = PrefixCache(block_size, private=not prefix_caching) if prefix_caching or host else None
         # Of the step being planned: blocks that its pieces fill, by key, and whose pieces they are.
         self._planned: dict[Key, int] = {}
         self._writers: dict[int, Request] = {}
         self._copies: list[tuple[int, int]] = []
+        self._evicted: list[tuple[Key, int]] = []
+        self._loads: list[tuple[HostBlock, int]] = []
+        self._saves: list[SaveBlocks] = []
+        self._drops: list[int] = []
+        self.num_saved = self.num_loaded = 0
         allocator.on_evict = self._forget
 
     def blocks_for(self, tokens: int) -> int:
@@ -72,10 +110,27 @@ class KVManager:
         if parent.num_computed % self.block_size:
             parent.shares_tail = child.shares_tail = True
 
-    def drain_copies(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of blocks, source and target, to be copied before the next step writes anything."""
-        copies, self._copies = tuple(self._copies), []
-        return copies
+    def drain_transfers(self) -> Transfers:
+        """What has to be moved before the next step writes anything."""
+        if not (self._evicted or self._copies or self._loads or self._drops):
+            return NO_TRANSFERS
+        if self._host is not None:
+            saves, drops = self._host.save(self._evicted)
+            self._saves += saves
+            self._drops += drops
+        transfers = Transfers(tuple(self._saves), tuple(self._copies), self._grouped_loads(), tuple(self._drops))
+        self.num_saved += sum(len(save.blocks) for save in transfers.saves)
+        self.num_loaded += len(self._loads)
+        for done in (self._evicted, self._saves, self._copies, self._loads, self._drops):
+            done.clear()
+        return transfers
+
+    def _grouped_loads(self) -> tuple[LoadBlocks, ...]:
+        """One load for each chunk."""
+        targets: dict[int, list[int]] = {}
+        for place, block in self._loads:
+            targets.setdefault(place.chunk, [NULL_BLOCK] * place.size)[place.row] = block
+        return tuple(LoadBlocks(chunk, tuple(blocks)) for chunk, blocks in targets.items())
 
     def _tail_is_shared(self, request: Request) -> bool:
         return self.allocator.num_owners(request.block_table[-1]) > 1
@@ -88,19 +143,25 @@ class KVManager:
         if self._cache is None or request.message.skip_prefix_read:
             return Prefix()
         blocks: list[int] = []
+        on_host: list[HostBlock] = []
         for index in range((len(request.token_ids) - 1) // self.block_size):
             key = self._cache.key(request, index)
             block = self._cache.get(key)
             if block is None:
                 block = self._planned.get(key)
             if block is None:
-                break
+                place = self._host.get(key) if self._host else None
+                if place is None:
+                    break
+                on_host.append(place)
+                block = NULL_BLOCK
             blocks.append(block)
-        return Prefix(tuple(blocks), sum(not self.allocator.num_owners(block) for block in blocks))
+        num_free = sum(block != NULL_BLOCK and not self.allocator.num_owners(block) for block in blocks)
+        return Prefix(tuple(blocks), num_free, tuple(on_host))
 
     def num_needed(self, request: Request, prefix: Prefix) -> int:
         """Free blocks that a waiting request takes, all its tokens computed, if it begins with `prefix`."""
-        return self.blocks_for(request.num_tokens) - len(prefix.blocks) + prefix.num_free
+        return self.blocks_for(request.num_tokens) - len(prefix.blocks) + len(prefix.on_host) + prefix.num_free
 
     def begin(self, request: Request, prefix: Prefix) -> set[Request]:
         """Let a request own its prefix, which counts as computed.
@@ -108,8 +169,20 @@ class KVManager:
         Returns:
             Requests whose pieces, planned for this step, fill blocks of it.
         """
-        self.allocator.share(prefix.blocks)
-        request.block_table = list(prefix.blocks)
+        self.let_go(request)
+        blocks = list(prefix.blocks)
+        self.allocator.share(block for block in blocks if block != NULL_BLOCK)
+        if prefix.on_host:
+            assert self._cache is not None and self._host is not None
+            indices = [index for index, block in enumerate(blocks) if block == NULL_BLOCK]
+            taken = self.allocator.allocate(len(indices))
+            for index, block, place in zip(indices, taken, prefix.on_host, strict=True):
+                blocks[index] = block
+                self._loads.append((place, block))
+                self._host.use(place)
+                if self._cache.add(self._cache.key(request, index), block):
+                    self.allocator.keep(block)
+        request.block_table = blocks
         request.num_keyed = len(prefix.blocks)
         request.num_computed = len(prefix.blocks) * self.block_size
         request.new_table = bool(prefix.blocks)
@@ -157,6 +230,8 @@ class KVManager:
 
     def unplan(self, request: Request) -> None:
         """A request loses its piece in the step being planned."""
+        if self._copies:
+            self._copies = [(source, target) for source, target in self._copies if target not in request.block_table]
         self._planned = {key: block for key, block in self._planned.items() if self._writers[block] is not request}
         self._writers = {block: writer for block, writer in self._writers.items() if writer is not request}
 
@@ -173,13 +248,40 @@ class KVManager:
         request.num_computed = request.num_keyed = 0
         request.shares_tail = request.new_table = False
 
+    def hold(self, request: Request) -> None:
+        """Keep a preempted request's full blocks in host memory, once they are evicted, until it runs again."""
+        if self._host is not None:
+            request.held_keys = tuple(request.block_keys)
+            self._host.hold(request.held_keys)
+
+    def let_go(self, request: Request) -> None:
+        """Undo `hold`: the request runs again, or has ended."""
+        if request.held_keys and self._host is not None:
+            self._host.let_go(request.held_keys)
+            request.held_keys = ()
+
+    def forget(self, request: Request) -> None:
+        """A request has ended: what only itself could share is worth nothing any more."""
+        self.let_go(request)
+        if self._shared or self._cache is None:
+            return
+        for key in request.block_keys:
+            block = self._cache.get(key)
+            if block is not None:
+                self._cache.remove(block)
+                self.allocator.discard(block)
+
     def reset_prefix_cache(self, requests: Iterable[Request]) -> None:
         """Forget all content; what the running ones of all live requests have computed is shared with nobody."""
         if self._cache is None:
             return
         for block in self._cache.reset():
             self.allocator.discard(block)
+        if self._host is not None:
+            self._drops += self._host.reset()
+            self._evicted.clear()
         for request in requests:
+            request.held_keys = ()
             request.block_keys.clear()
             request.num_keyed = NOT_SHARED if request.block_table else 0
 
@@ -190,8 +292,12 @@ class KVManager:
             assert not self.allocator.num_kept, "content is kept although nobody can ask for it"
         else:
             self._cache.check_integrity(self.allocator.blocks_with_content())
+        if self._host is not None:
+            self._host.check_integrity()
         assert not self._planned, "blocks of a plan outlive it"
 
     def _forget(self, block: int) -> None:
         assert self._cache is not None
-        self._cache.remove(block)
+        key = self._cache.remove(block)
+        if self._host is not None:
+            self._evicted.append((key, block))

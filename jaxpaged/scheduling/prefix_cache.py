@@ -19,10 +19,12 @@ class PrefixCache:
 
     Args:
         block_size: tokens in a block.
+        private: no two requests have equal keys; what a preempted one has computed is still found by itself.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, private: bool = False) -> None:
         self._block_size = block_size
+        self._private = private
         self._blocks: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._generation = 0
@@ -73,5 +75,7 @@ class PrefixCache:
 
     def _root(self, request: Request) -> Key:
         salt = request.message.cache_salt
+        if self._private:
+            return blake2b(b"%d own %d" % (self._generation, request.order), digest_size=_KEY_BYTES).digest()
         start = b"plain" if salt is None else b"salt " + salt.encode("utf-8", "surrogatepass")
         return blake2b(b"%d %b" % (self._generation, start), digest_size=_KEY_BYTES).digest()

@@ -39,6 +39,7 @@ class Request:
         new_table: blocks before the end of its table have changed since the device was told.
         leader: the running or waiting request that computes the prompt for this one, too.
         forks: those for which this one computes the prompt.
+        held_keys: keys of blocks that host memory keeps for it until it runs again.
         num_cached: prompt tokens that the prefix cache spared it when it was first let in.
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
@@ -63,6 +64,7 @@ class Request:
     new_table: bool = False
     leader: "Request | None" = None
     forks: "list[Request]" = field(default_factory=list)
+    held_keys: tuple[bytes, ...] = ()
     num_cached: int = 0
     num_passed: int = 0
     scheduled_time: float | None = None

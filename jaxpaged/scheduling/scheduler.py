@@ -15,7 +15,8 @@ from typing import NamedTuple
 from jaxpaged.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.outputs import FinishReason
 from jaxpaged.scheduling.block_allocator import BlockAllocator
-from jaxpaged.scheduling.kv_manager import KVManager, Prefix
+from jaxpaged.scheduling.host_tier import HostTier
+from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager, Prefix, Transfers
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
 from jaxpaged.scheduling.request import Request, RequestStatus
 from jaxpaged.scheduling.sorted_requests import SortedRequests
@@ -33,10 +34,6 @@ NO_TOKEN_LEFT = -2  # and for one where everything is forbidden
 
 # A request that does not fit may be passed by so many others before nobody is let in until it fits.
 MAX_PASSED = 16
-# A prompt of more tokens than this, and than a budget, takes no more of a step than the requests beside it (but at
-# least so many tokens, and an eighth of the budget), so that the gaps in their streams stay small.
-LONG_PROMPT_TOKENS = 2048
-LONG_PROMPT_PIECE = 128
 # Waiting requests that one step looks at.
 LOOK_AHEAD = 64
 
@@ -78,23 +75,23 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: its pieces, how many tokens they hold, and pairs of blocks, source and target, to copy before it."""
+    """One step: its pieces, how many tokens they hold, and which blocks have to be moved before it."""
 
     pieces: tuple[ScheduledPiece, ...]
     num_tokens: int
-    copies: tuple[tuple[int, int], ...] = ()
+    transfers: Transfers = NO_TRANSFERS
 
     @property
     def num_sampled(self) -> int:
-        return sum([piece.samples for piece in self.pieces])
+        return sum(piece.samples for piece in self.pieces)
 
     @property
     def kind(self) -> str:
         """decode, prefill or mixed, as the metrics call it."""
-        counts = {piece.num_tokens for piece in self.pieces}
-        if max(counts) == 1:
+        longest = max(piece.num_tokens for piece in self.pieces)
+        if longest == 1:
             return "decode"
-        return "mixed" if 1 in counts else "prefill"
+        return "mixed" if any(piece.num_tokens == 1 for piece in self.pieces) else "prefill"
 
 
 class Scheduler:
@@ -108,6 +105,8 @@ class Scheduler:
         step_sizes: ascending numbers of tokens that a step can have after padding.
         policy: who comes first and who has to go; first come, first served if not given.
         prefix_caching: share the blocks of equal beginnings.
+        host: books on host memory for evicted blocks, if there is any.
+        swap: host memory keeps what a preempted request has computed, until it runs again.
     """
 
     def __init__(
@@ -120,9 +119,13 @@ class Scheduler:
         step_sizes: Sequence[int] = (),
         policy: Policy | None = None,
         prefix_caching: bool = True,
+        host: HostTier | None = None,
+        swap: bool = False,
     ) -> None:
         self._allocator = allocator
-        self._kv = KVManager(allocator, block_size, prefix_caching=prefix_caching)
+        self._kv = KVManager(allocator, block_size, prefix_caching=prefix_caching,
+                             host=host if prefix_caching or swap else None)
+        self._swap = swap
         self._block_size = block_size
         self._budget = max_num_batched_tokens
         self._step_sizes = tuple(step_sizes)
@@ -178,7 +181,9 @@ class Scheduler:
         if self._num_forks:
             pieces = self._with_forks(pieces)
         self._kv.end_plan()
-        return SchedulerOutput(tuple(pieces), self._budget - plan.left, self._kv.drain_copies())
+        # Without a piece nothing is dispatched: what there is to move waits for the next step.
+        transfers = self._kv.drain_transfers() if pieces else NO_TRANSFERS
+        return SchedulerOutput(tuple(pieces), self._budget - plan.left, transfers)
 
     def update(
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
@@ -226,6 +231,11 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget the content of all blocks: nothing computed so far is shared with a later request."""
         self._kv.reset_prefix_cache(self._requests.values())
+
+    @property
+    def num_swapped(self) -> tuple[int, int]:
+        """Blocks that went to host memory, and blocks that came back."""
+        return self._kv.num_saved, self._kv.num_loaded
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -305,17 +315,13 @@ class Scheduler:
         for request in prefills:
             planned = self._plan.counts.get(request, 0)
             count = min(request.num_to_compute, planned + self._plan.left)
-            if not 0 < planned < count or self._gives_way(request):
-                continue
-            if self._allocator.can_allocate(self._kv.num_missing(request, count)):
+            if 0 < planned < count and self._allocator.can_allocate(self._kv.num_missing(request, count)):
                 self._take_blocks(request, count)
                 self._plan.add(request, count - planned)
 
     def _plan_piece(self, request: Request, others: Sequence[Request] = ()) -> None:
         """Plan a piece of a prompt; `others` lack tokens as well, the first of them least."""
         count, left = request.num_to_compute, self._plan.left
-        if self._gives_way(request):
-            left = min(left, max(LONG_PROMPT_PIECE, self._budget // 8, self._budget - left + STEP_OVERHEAD_TOKENS))
         if count > left:
             shorter = (others and others[0].num_to_compute < count) or any(
                 waiting.num_tokens < count for waiting in self._waiting.first(LOOK_AHEAD))
@@ -323,11 +329,6 @@ class Scheduler:
         if count and request.status is RequestStatus.RUNNING and self._take_blocks(request, count):
             self._kv.plan(request, count)
             self._plan.add(request, count)
-
-    def _gives_way(self, request: Request) -> bool:
-        """Whether a prompt is so long that the requests beside it would feel every step full of it."""
-        lacked = request.num_tokens - request.num_cached
-        return lacked > max(LONG_PROMPT_TOKENS, self._budget) and len(self._running) > 1
 
     def _take_blocks(self, request: Request, count: int) -> bool:
         """Take the blocks for `count` more tokens, preempting the last; False where the request had to go itself."""
@@ -345,6 +346,8 @@ class Scheduler:
         self._plan.drop(request)
         self._kv.unplan(request)
         self._release(request)
+        if self._swap:
+            self._kv.hold(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -545,6 +548,7 @@ class Scheduler:
             self._waiting.remove(request)
         for fork in self._detach_forks(request):
             self._waiting.add(fork)
+        self._kv.forget(request)
         del self._requests[request.request_id]
         request.status = status
         if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
