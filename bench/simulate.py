@@ -2,6 +2,7 @@
 
     python bench/simulate.py --plot latency.png            # a sweep over both kinds of traffic, a few minutes
     python bench/simulate.py --traffic 30 --slo 0.1        # GPUs for 30 requests/s with P99 within 0.1 s per token
+    python bench/simulate.py --long-prompt 32768           # what the others feel of one long prompt
 
 The scheduler, the allocator and the policies are the engine's; only the time of a step is modelled, as base + tokens x
 a + context x b. The default coefficients are arithmetic, not measurements: a model of 13 billion parameters in 16 bits
@@ -18,15 +19,23 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.common import engine_arguments, generate, print_table, short_jobs, synthetic_workload, write_json
+from bench.common import (
+    engine_arguments,
+    generate,
+    print_table,
+    short_jobs,
+    spread,
+    synthetic_workload,
+    write_json,
+)
 from bench.simulation import Device, StepTime, fit_step_time, simulate
-from bench.traffic import DATASETS, poisson_traffic
+from bench.traffic import DATASETS, Arrival, poisson_traffic
 
 RATES = {"sharegpt": (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5), "alpaca": (2.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0)}
 HOPELESS_SECONDS = 2.0  # a mean latency beyond which a curve is not followed to higher rates
@@ -220,6 +229,31 @@ def _capacity(args: argparse.Namespace, device: Device) -> None:
             print(f"\n{engines * args.gpus_per_engine} GPUs ({engines} engines of {args.gpus_per_engine})")
 
 
+def _mixed(args: argparse.Namespace, device: Device) -> None:
+    """The traffic without and with one long prompt, which comes after a third of it."""
+    dataset, length = args.dataset or "sharegpt", args.long_prompt
+    roomy = replace(device, kv_tokens=4 * device.kv_tokens + length, context=max(device.context, length + 64))
+    alone = simulate([Arrival(0.0, length, 64, None, 0)], roomy).outcomes[0]
+    rows: list[list[object]] = []
+    for rate in args.rates or RATES[dataset][1:5]:
+        short = poisson_traffic(DATASETS[dataset], rate, args.requests, seed=args.seed, context=device.context)
+        long = Arrival(short[args.requests // 3].time, length, 64, None, 0)
+        without, both = simulate(short, roomy), simulate(sorted([*short, long], key=lambda item: item.time), roomy)
+        [took] = [item for item in both.outcomes if item.arrival is long]
+        for name, run in (("without", without), ("with", both)):
+            others = [item for item in run.outcomes if item.arrival is not long]
+            meanwhile = [item.first_token for item in others
+                         if long.time <= item.arrival.time <= long.time + took.first_token]
+            rows.append([f"{rate:g}", name, f"{spread([item.end for item in others])['mean']:.2f}",
+                         f"{spread([item.normalised for item in others])['p99']:.3f}",
+                         f"{spread(meanwhile)['mean']:.2f}", f"{took.first_token:.1f}" if run is both else ""])
+    print_table(
+        f"{args.requests:,} requests like {dataset} and one prompt of {length:,} tokens, which alone takes "
+        f"{alone.first_token:.1f} s to its first token; steps of {device.max_num_batched_tokens:,} tokens",
+        ["requests/s", "the long one", "others: mean s", "others: P99 s/token", "first token of those that come "
+         "meanwhile, mean s", "its own first token, s"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
@@ -230,6 +264,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves; needs matplotlib")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--long-prompt", type=int, metavar="N", help="tokens of one long prompt among the others, in "
+                        "a pool where nobody waits for memory")
     group = parser.add_argument_group("how many GPUs")
     group.add_argument("--traffic", type=float, metavar="X", help="requests per second that all engines get together")
     group.add_argument("--slo", type=float, default=0.1, metavar="SECONDS",
@@ -264,6 +300,8 @@ def main() -> None:
                         max_num_batched_tokens=args.max_num_batched_tokens)
     if args.traffic is not None:
         _capacity(args, device)
+    elif args.long_prompt is not None:
+        _mixed(args, device)
     else:
         _sweep(args, device)
 

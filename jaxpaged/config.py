@@ -157,7 +157,7 @@ class EngineConfig:
 
 
 NOT_SUPPORTED = (
-    "quantization", "load_format", "compiled",
+    "quantization", "load_format",
     "enable_chunked_prefill", "batch_invariant", "pipeline_parallel_size",
     "data_parallel_size", "enable_expert_parallel",
 )

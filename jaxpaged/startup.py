@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxpaged.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.execution.devices import DeviceInfo, select_device
 from jaxpaged.execution.model_runner import ModelRunner, placed
+from jaxpaged.execution.program_store import stored_blocks
 from jaxpaged.execution.programs import CHUNK_SIZES, Params, ProgramSet, StepShape
 from jaxpaged.execution.sharding import Partition, Placement
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
@@ -87,10 +89,9 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     on_cpu = device.platform == "cpu"
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
         raise ConfigError("--preemption-mode swap needs memory; give --swap-space in GiB")
-    plan = plan_engine(config, model, device, report)
+    plan, programs = _plan_programs(config, model, device, report)
     for line in plan.memory.lines(device.kind, lengths_of_interest(plan.max_model_len)):
         report(line)
-    programs = _programs(config, plan, plan.definition, device, report)
     params = _load_and_compile(model, plan.definition, programs, lazily=config.enforce_eager)
     if on_cpu:
         return_free_memory()
@@ -135,7 +136,7 @@ def plan_engine(
             return temporaries_by_bound(plan, model.config)
         small = model.define(model.config.replace(num_layers=min(TRIAL_LAYERS, model.config.num_layers)),
                              plan.partition)
-        return _programs(config, plan, small, device, report).largest_temporaries()
+        return programs_of(config, plan, small, device, report).largest_temporaries()
 
     return make_plan(
         config, model.config, DeviceDescription(device.platform, device.kind, device.memory_bytes), dtype=model.dtype,
@@ -147,16 +148,38 @@ def temporaries_matter(config: EngineConfig, device: DeviceInfo) -> bool:
     return bool(device.devices) and (device.platform != "cpu" or config.gpu_memory_utilization is not None)
 
 
-def _programs(
-    config: EngineConfig, plan: EnginePlan, definition: ModelDefinition, device: DeviceInfo, report: Report
+def programs_of(
+    config: EngineConfig, plan: EnginePlan, definition: ModelDefinition, device: DeviceInfo, report: Report,
+    store: Path | None = None,
 ) -> ProgramSet:
+    """The programs of a plan, for its own definition or one of fewer layers; none is compiled yet."""
     native = _native_attention(config.cpu_attention, device, definition.config, {plan.dtype, plan.cache.dtype}, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
         replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
         placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size,
-        platform=device.platform, native_attention=native,
+        platform=device.platform, native_attention=native, store=store,
         chunk_sizes=CHUNK_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
+
+
+def _plan_programs(
+    config: EngineConfig, model: ModelSource, device: DeviceInfo, report: Report
+) -> tuple[EnginePlan, ProgramSet]:
+    """The plan and its programs, those of --compiled where they fit."""
+    if config.compiled:
+        store = Path(config.compiled).expanduser()
+        # The number of blocks is a part of every program: unless a flag sets it, it is that of the store.
+        blocks = stored_blocks(store) if config.kv_cache_memory_bytes is None else None
+        like_the_store = replace(config, num_gpu_blocks_override=config.num_gpu_blocks_override or blocks)
+        try:
+            plan = plan_engine(like_the_store, model, device, report, compiling=False)
+            programs = programs_of(config, plan, plan.definition, device, report, store)
+            if programs.uses_store:
+                return plan, programs
+        except ConfigError as error:
+            report(f"{store} is not used: {error}")
+    plan = plan_engine(config, model, device, report)
+    return plan, programs_of(config, plan, plan.definition, device, report)
 
 
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:

@@ -8,7 +8,7 @@ of a tile.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,21 +18,7 @@ from jax.experimental import pallas as pl
 
 from jaxpaged.pallas_kernels.kv_pages import LARGEST, KVPages
 from jaxpaged.pallas_kernels.lowering import GpuTarget, launch, load, store
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryTiles:
-    """A tile of `rotary_kv_write`: for steps of at most `most_tokens`, `rows` tokens and `num_warps` per program."""
-
-    most_tokens: int
-    rows: int
-    num_warps: int
-
-
-# Few tokens: many small programs, so that all multiprocessors take part. Many: tiles that share fewer launches.
-ROTARY: dict[str, tuple[RotaryTiles, ...]] = {
-    generation: (RotaryTiles(1024, 4, 1), RotaryTiles(2**31, 16, 4)) for generation in ("ampere", "ada", "hopper")
-}
+from jaxpaged.pallas_kernels.tiles import ROTARY, RotaryTiles
 
 Parts = list[tuple[jax.Array, jax.Array]]  # lanes of H, and rows [R, lanes] of them
 

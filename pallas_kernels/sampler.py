@@ -11,7 +11,6 @@ Rows name their slot, and the slot's parameters are read here: what would be a d
 Axis letters: B rows, V vocabulary.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,27 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxpaged.pallas_kernels.lowering import GpuTarget, launch, load
+from jaxpaged.pallas_kernels.tiles import SAMPLER
 
 FAILED = -1  # the id of a row whose logits are not finite
 LEAST_TOP_P = 1e-30  # the most probable token's mass is 1; a smaller top_p must not count as no cut
 _BITS = 31  # of a float from zero up
 _LARGEST = 2**_BITS - 1
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerTiles:
-    """How a program of the sampler walks its row: `block` logits per iteration."""
-
-    block: int
-    num_warps: int
-
-
-SAMPLER: dict[str, SamplerTiles] = {
-    "ampere": SamplerTiles(4096, 8),
-    "ada": SamplerTiles(4096, 8),
-    "hopper": SamplerTiles(4096, 8),
-}
 
 
 class SlotParameters(NamedTuple):

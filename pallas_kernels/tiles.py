@@ -53,3 +53,33 @@ ATTENTION: dict[str, dict[int, AttentionTable]] = {
         4: AttentionTable(AttentionTiles((16,), 32, 4, 2, 2), AttentionTiles((16, 64), 32, 4, 2, 1)),
     },
 }
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTiles:
+    """A tile of `rotary_kv_write`: for steps of at most `most_tokens`, `rows` tokens and `num_warps` per program."""
+
+    most_tokens: int
+    rows: int
+    num_warps: int
+
+
+# Few tokens: many small programs, so that all multiprocessors take part. Many: tiles that share fewer launches.
+ROTARY: dict[str, tuple[RotaryTiles, ...]] = {
+    generation: (RotaryTiles(1024, 4, 1), RotaryTiles(2**31, 16, 4)) for generation in ("ampere", "ada", "hopper")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerTiles:
+    """How a program of the sampler walks its row: `block` logits per iteration."""
+
+    block: int
+    num_warps: int
+
+
+SAMPLER: dict[str, SamplerTiles] = {
+    "ampere": SamplerTiles(4096, 8),
+    "ada": SamplerTiles(4096, 8),
+    "hopper": SamplerTiles(4096, 8),
+}

@@ -93,6 +93,22 @@ def test_coming_and_going_costs_the_same_however_many_wait(policy: str) -> None:
     assert turnover(4096) <= turnover(64) + 40
 
 
+def test_a_token_costs_the_same_after_a_short_context_and_a_long_one() -> None:
+    """Blocks reach the device as they are taken, one by one: nothing walks along a request's blocks in each step."""
+    def decode_calls(length: int) -> int:
+        scheduler = Scheduler(BlockAllocator(8 * (length // 16 + 3)), block_size=16, max_num_seqs=8,
+                              max_num_batched_tokens=8 * length)
+        for number in range(8):
+            scheduler.add(EngineRequest(f"r{number}", (number, *range(1, length)), SamplingParams(), 20))
+        for _ in range(2):
+            step = scheduler.schedule()
+            scheduler.update(step, [0] * step.num_sampled)
+        assert all(len(request.token_ids) == length + 2 for request in scheduler._running)
+        return step_calls(scheduler)
+
+    assert decode_calls(128) == decode_calls(2048) == decode_calls(32_768)
+
+
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=12),
        st.integers(1, 4), st.sampled_from([4, 16, 64]))
 def test_a_finished_request_costs_at_most_one_ignored_row(

@@ -104,7 +104,7 @@ def _loaded_by(code: str) -> set[str]:
     return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 
 
-@pytest.mark.parametrize("command", ["server", "plan", "convert"])
+@pytest.mark.parametrize("command", ["server", "plan", "convert", "compile"])
 def test_help_loads_neither_jax_nor_fastapi(command: str) -> None:
     """What makes `--help` quick."""
     loaded = _loaded_by(f"import runpy, sys\nsys.argv = ['jaxpaged.{command}', '--help']\n"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.messages import EngineRequest
@@ -71,6 +71,7 @@ def serve(calls: Sequence[Call], policy: Policy, *, slots: int = 1, num_blocks: 
 calls = st.builds(Call, time=st.just(0.0), output=st.integers(1, 60), priority=st.integers(-2, 2))
 
 
+@settings(max_examples=40)
 @given(st.lists(calls, min_size=1, max_size=12), st.integers(1, 3))
 def test_the_more_important_is_let_in_first_and_equals_by_arrival(batch: list[Call], slots: int) -> None:
     """All are there from the start, so who is let in next is always the first of what is left."""
@@ -80,12 +81,14 @@ def test_the_more_important_is_let_in_first_and_equals_by_arrival(batch: list[Ca
     assert served.preemptions == 0
 
 
+@settings(max_examples=40)
 @given(st.lists(calls, min_size=1, max_size=12))
 def test_the_shortest_by_hint_is_let_in_first_and_equals_by_arrival(batch: list[Call]) -> None:
     hinted = [Call(0.0, call.output, hint=call.output) for call in batch]
     assert serve(hinted, PredictedPolicy()).order == sorted(range(len(batch)), key=lambda index: batch[index].output)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 50), st.integers(1, 64), st.integers(1, 64), st.sampled_from([0.5, 3.0]))
 def test_waiting_makes_up_for_predicted_work(gap: int, first: int, second: int, rate: float) -> None:
     """Both wait behind a third that holds the only slot; a second of waiting outweighs `rate` tokens."""
@@ -133,4 +136,4 @@ def test_room_for_predicted_growth_prevents_preemptions() -> None:
     batch = [Call(0.0, 40, hint=40) for _ in range(12)]
     pool = {"slots": 12, "num_blocks": 1 + 3 * 11 + 6}
     assert serve(batch, PriorityPolicy(), **pool).preemptions > 0
-    assert serve(batch, PredictedPolicy(), **pool).preemptions == 0
+    assert serve(batch, PredictedPolicy(horizon=40), **pool).preemptions == 0

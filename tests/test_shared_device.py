@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -64,24 +64,31 @@ print(seen["memory_fraction"], seen["abort_collectives_on_failure"])
     assert done.stdout == "0.4 true\n", done.stderr
 
 
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[LiveServer]]:
-    model = write_tiny_model(tmp_path / "tiny")
-    started = [LiveServer(tmp_path / f"log{share}", str(model), "--max-num-seqs", "4", "--max-num-batched-tokens", "16",
-                          "--gpu-memory-utilization", str(share)) for share in SHARES]
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LiveServer]]:
+    """One for each share, with a policy of its own."""
+    folder = tmp_path_factory.mktemp("servers")
+    model = write_tiny_model(folder / "tiny")
+    started = [LiveServer(folder / policy, str(model), "--max-num-seqs", "2", "--max-num-batched-tokens", "16",
+                          "--gpu-memory-utilization", str(share), "--scheduling-policy", policy, "--enforce-eager")
+               for policy, share in zip(("fcfs", "priority"), SHARES, strict=True)]
     yield started
     for server in started:
         server.__exit__(None, None, None)
 
 
+def ask(server: LiveServer, max_tokens: int = 200, **fields: Any) -> httpx.Response:
+    body = {"prompt": "the same for both", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
 def test_two_servers_share_one_device(servers: list[LiveServer]) -> None:
     """Both hold what their share allows, and serve at the same time."""
-    body = {"prompt": "the same for both", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-
-    def ask(server: LiveServer) -> str:
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-        return str(answer.json()["choices"][0]["text"])
-
     pools = []
     for server, share in zip(servers, SHARES, strict=True):
         found = re.search(r"hold [\d,]+ tokens \(([\d,]+) MiB\)", server.wait_ready().log)
@@ -91,5 +98,21 @@ def test_two_servers_share_one_device(servers: list[LiveServer]) -> None:
         assert allowed - GIB < pools[-1] < allowed, "the share does not decide"
     assert pools[1] - pools[0] == pytest.approx((SHARES[1] - SHARES[0]) * process_memory_bytes(), rel=0.02)
     with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(ask, servers * 2))
-    assert len(set(answers)) == 1 and answers[0]
+        answers = set(map(text, threads.map(ask, servers * 2)))
+    assert len(answers) == 1 and answers.pop()
+
+
+def test_priorities_over_http(servers: list[LiveServer]) -> None:
+    """Refused where the policy does not look at them; else the important one takes a slot, and no text is lost."""
+    fcfs, priority = (server.wait_ready() for server in servers)
+    refused = ask(fcfs, 5, priority=1)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+    assert text(ask(fcfs, 5, priority=0)) == text(ask(priority, 5, priority=-3))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(ask, priority, 2500, priority=2) for _ in range(2)]
+        priority.wait_for(lambda: priority.metrics()["vllm:num_requests_running"] == 2, 20)
+        assert text(ask(priority, 5, priority=1))
+        assert not any(item.done() for item in waiting), "it had to wait for a slot"
+        first, second = (text(item.result()) for item in waiting)
+    assert first == second == text(ask(fcfs, 2500))
+    assert priority.metrics()["vllm:num_preemptions_total"] >= 1

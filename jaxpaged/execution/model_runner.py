@@ -146,11 +146,11 @@ class ModelRunner:
     def dispatch(self, step: SchedulerOutput) -> StepInFlight:
         """Queue a step on the device, behind those already there."""
         shape = self._shape
-        admitted = [(piece.request.message, piece.slot) for piece in step.pieces if piece.admit]
+        admitted = [piece for piece in step.pieces if piece.admit]
         for first in range(0, len(admitted), ADMIT_SIZES[-1]):
-            self._admit(admitted[first : first + ADMIT_SIZES[-1]])
-        for piece in step.pieces:
-            if piece.admit and piece.request.message.params.has_processors:
+            self._admit([(piece.request.message, piece.slot) for piece in admitted[first : first + ADMIT_SIZES[-1]]])
+        for piece in admitted:
+            if piece.request.message.params.has_processors:
                 self._admit_processors(piece.request, piece.slot)
         tables = [(piece.slot, piece.table) for piece in step.pieces if piece.table]
         for first in range(0, len(tables), TABLE_ROWS):
@@ -168,7 +168,7 @@ class ModelRunner:
             self._params, self._pools, self._block_table, self._last_id, buffer
         )
         ids, logprobs = None, None
-        if any(piece.samples and piece.request.full_sampling for piece in step.pieces):
+        if any([piece.samples and piece.request.full_sampling for piece in step.pieces]):
             samples = shape.samples_of(size)
             ids, self._processors, self._last_id, logprobs = self._programs.get(("sample_full", samples))(
                 self._sampling, self._processors, self._last_id, logits, slot, position, self._all_allowed[samples]

@@ -10,11 +10,12 @@ refuse a new shape instead of compiling for it.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jaxpaged.execution.full_sampler import sample_full
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logit_processors import ProcessorState, neutral_processors
 from jaxpaged.execution.logprobs import NUM_TOP, packed_logprobs
+from jaxpaged.execution.program_store import ProgramStore, StoreError, digest, environment_key
 from jaxpaged.execution.sampler import SamplingState, sample, state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
 from jaxpaged.execution.step_input import unpack_step
@@ -114,6 +116,7 @@ class ProgramSet:
         vocab_size: without the padding that `config` may have.
         platform: "cpu" or "cuda".
         native_attention: see `make_metadata`.
+        store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
         chunk_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
     """
 
@@ -130,6 +133,7 @@ class ProgramSet:
         vocab_size: int,
         platform: str,
         native_attention: bool = False,
+        store: Path | None = None,
         chunk_sizes: Sequence[int] = (),
     ) -> None:
         self._graph = graph
@@ -148,6 +152,36 @@ class ProgramSet:
         self._pools = jax.tree.map(lambda leaf: self._spec_of(leaf, pool_spec(leaf)), cache.shapes(shape.num_blocks))
         self._compiled: dict[ProgramName, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
+        self._store = None if store is None else self.store_in(store)
+        if self._store is not None:
+            try:
+                self._store.check()
+            except StoreError as error:
+                self._give_up_store(error)
+
+    def store_in(self, folder: Path) -> ProgramStore:
+        """A store of these programs in `folder`, be it there or not."""
+        return ProgramStore(folder, self.key)
+
+    @property
+    def key(self) -> dict[str, str]:
+        """Everything that the programs depend on."""
+        partition = self.placement.partition
+        key = environment_key(self.placement.devices[0], self._platform, COMPILER_OPTIONS[self._platform])
+        return key | {
+            "devices": f"{partition.kv} x {partition.share}",
+            # What a text ends with, and how its weights were stored, changes no program.
+            "model": digest(self._config.replace(eos_token_ids=(), checkpoint_dtype="")),
+            "weights": digest(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), self.params)),
+            "kv_cache_dtype": self._cache_dtype.name,
+            "shape": digest(self._shape),
+            "native_attention": str(self._native_attention),
+        }
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether programs come from the store that was given."""
+        return self._store is not None
 
     @property
     def num_compiled(self) -> int:
@@ -198,10 +232,30 @@ class ProgramSet:
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
         if name not in self._compiled:
-            compiled = self.lower(name).compile(compiler_options=COMPILER_OPTIONS[self._platform])
+            compiled = self._from_store(name) or self.compile(name)
             with self._lock:
                 self._compiled[name] = compiled
         return self._compiled[name]
+
+    def compile(self, name: ProgramName, more_options: Mapping[str, bool | str] | None = None) -> jax.stages.Compiled:
+        """Compile, whether or not it has been compiled before."""
+        return self.lower(name).compile(compiler_options=COMPILER_OPTIONS[self._platform] | dict(more_options or {}))
+
+    def _from_store(self, name: ProgramName) -> jax.stages.Compiled | None:
+        store = self._store
+        if store is None:
+            return None
+        try:
+            return store.load(name, self.placement.devices)
+        except StoreError as error:
+            self._give_up_store(error)
+            return None
+
+    def _give_up_store(self, error: StoreError) -> None:
+        with self._lock:
+            if self._store is not None:
+                logger.warning("%s; compiling instead", error)
+            self._store = None
 
     def to_host(self, content: Pools) -> Pools:
         """Begin to move what `gather` gave to memory of the host; on CPU it is there."""

@@ -97,7 +97,7 @@ class PredictedPolicy(FcfsPolicy):
         horizon: tokens of growth to keep blocks free for; those that run on longer will find the blocks of others.
     """
 
-    def __init__(self, *, ageing_rate: float = 20.0, quantile: float = 0.5, horizon: int = 64) -> None:
+    def __init__(self, *, ageing_rate: float = 10.0, quantile: float = 0.5, horizon: int = 32) -> None:
         self._predictor = LengthPredictor()
         self._ageing_rate = ageing_rate
         self._quantile = quantile

@@ -34,6 +34,10 @@ NO_TOKEN_LEFT = -2  # and for one where everything is forbidden
 
 # A request that does not fit may be passed by so many others before nobody is let in until it fits.
 MAX_PASSED = 16
+# A prompt of more tokens than this, and than a budget, takes no more of a step than the requests beside it (but at
+# least so many tokens, and an eighth of the budget), so that the gaps in their streams stay small.
+LONG_PROMPT_TOKENS = 2048
+LONG_PROMPT_PIECE = 128
 # Waiting requests that one step looks at.
 LOOK_AHEAD = 64
 
@@ -83,15 +87,15 @@ class SchedulerOutput:
 
     @property
     def num_sampled(self) -> int:
-        return sum(piece.samples for piece in self.pieces)
+        return sum([piece.samples for piece in self.pieces])
 
     @property
     def kind(self) -> str:
         """decode, prefill or mixed, as the metrics call it."""
-        longest = max(piece.num_tokens for piece in self.pieces)
-        if longest == 1:
+        counts = {piece.num_tokens for piece in self.pieces}
+        if max(counts) == 1:
             return "decode"
-        return "mixed" if any(piece.num_tokens == 1 for piece in self.pieces) else "prefill"
+        return "mixed" if 1 in counts else "prefill"
 
 
 class Scheduler:
@@ -315,13 +319,17 @@ class Scheduler:
         for request in prefills:
             planned = self._plan.counts.get(request, 0)
             count = min(request.num_to_compute, planned + self._plan.left)
-            if 0 < planned < count and self._allocator.can_allocate(self._kv.num_missing(request, count)):
+            if not 0 < planned < count or self._gives_way(request):
+                continue
+            if self._allocator.can_allocate(self._kv.num_missing(request, count)):
                 self._take_blocks(request, count)
                 self._plan.add(request, count - planned)
 
     def _plan_piece(self, request: Request, others: Sequence[Request] = ()) -> None:
         """Plan a piece of a prompt; `others` lack tokens as well, the first of them least."""
         count, left = request.num_to_compute, self._plan.left
+        if self._gives_way(request):
+            left = min(left, max(LONG_PROMPT_PIECE, self._budget // 8, self._budget - left + STEP_OVERHEAD_TOKENS))
         if count > left:
             shorter = (others and others[0].num_to_compute < count) or any(
                 waiting.num_tokens < count for waiting in self._waiting.first(LOOK_AHEAD))
@@ -329,6 +337,11 @@ class Scheduler:
         if count and request.status is RequestStatus.RUNNING and self._take_blocks(request, count):
             self._kv.plan(request, count)
             self._plan.add(request, count)
+
+    def _gives_way(self, request: Request) -> bool:
+        """Whether a prompt is so long that the requests beside it would feel every step full of it."""
+        lacked = request.num_tokens - request.num_cached
+        return lacked > max(LONG_PROMPT_TOKENS, self._budget) and len(self._running) > 1
 
     def _take_blocks(self, request: Request, count: int) -> bool:
         """Take the blocks for `count` more tokens, preempting the last; False where the request had to go itself."""
