@@ -8,15 +8,26 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.constraints import Constraints
 from jaxpaged.errors import ContextLengthError, RequestError
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.programs import Params
+from jaxpaged.loading.hub import resolve_model
 from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, TokenDelta
 from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.startup import InMemoryModel, prepare
+from jaxpaged.tokenizer import Tokenizer, load_tokenizer
+
+_CONSTRAINT_SECONDS = 0.1  # between looks at what has come meanwhile
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    if config.tokenizer:
+        return load_tokenizer(resolve_model(config.tokenizer, None, config.download_dir))
+    return load_tokenizer(resolve_model(config.model, config.revision, config.download_dir))
 
 
 def _silent(line: str) -> None:
@@ -53,6 +64,9 @@ class Engine:
             host=HostTier(ready.info.num_host_blocks, ready.chunk_sizes) if ready.info.num_host_blocks else None,
             swap=config.preemption_mode == "swap",
         )
+        self._constraints = Constraints(
+            lambda: _load_tokenizer(config), eos_token_ids=ready.info.eos_token_ids,
+            vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits)
         self._seed = config.seed
         self._num_seeded = 0
         self._in_flight: StepInFlight | None = None
@@ -80,7 +94,7 @@ class Engine:
                                      code="context_length_exceeded")
         if request.seed is None:
             request = dataclasses.replace(request, seed=self._next_seed())
-        self._scheduler.add(request)
+        self._scheduler.add(request, None if request.grammar is None else self._constraints.begin(request.grammar))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; the next step delivers their last delta. Unknown ids are ignored."""
@@ -99,6 +113,8 @@ class Engine:
         self._note_idle_device()
         step = self._scheduler.schedule(time.monotonic())
         dispatched = self._runner.dispatch(step) if step.pieces else None
+        if dispatched is None and self._in_flight is None and not self._undelivered:
+            self._constraints.wait(_CONSTRAINT_SECONDS)  # there is nothing else that the requests could wait for
         deltas, self._undelivered = self._undelivered, []
         if self._in_flight is not None:
             deltas += self._collect(self._in_flight)
@@ -144,6 +160,7 @@ class Engine:
     def shutdown(self) -> None:
         """Drop what is running and wait for the device, so that nothing uses the weights any more."""
         self._scheduler.abort(self._scheduler.live_ids())
+        self._constraints.close()
         self._undelivered.clear()
         if self._in_flight is not None:
             self._in_flight.sampled()

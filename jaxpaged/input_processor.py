@@ -9,7 +9,8 @@ from typing import Any
 from jaxpaged.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
 from jaxpaged.messages import EngineRequest
 from jaxpaged.output_processor import sequence_ids
-from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, StructuredOutputsParams
+from jaxpaged.structured_outputs import GrammarChecker, grammar_of
 from jaxpaged.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
@@ -62,6 +63,7 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._kv_capacity = kv_capacity
         self._max_logprobs = max_logprobs
+        self._grammars = GrammarChecker()
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._takes_priorities = takes_priorities
@@ -111,15 +113,17 @@ class InputProcessor:
         stop_token_ids = eos.union(params.stop_token_ids or ())
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         self._check_token_ids(params)
+        grammar = self._grammar(params.structured_outputs)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
         seed = None if params.seed is None else params.seed % 2**64
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         ids_of_choices = sequence_ids(request_id, params.n)
+        leader = ids_of_choices[0] if grammar is None else None  # each choice waits for its own mask
         sequences = tuple(
             EngineRequest(sequence_id, ids, params, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
-                          arrival_time, priority, cache_salt, fork_of=ids_of_choices[0] if choice else None,
-                          skip_prefix_read=params.prompt_logprobs is not None)
+                          arrival_time, priority, cache_salt, fork_of=leader if choice else None,
+                          skip_prefix_read=params.prompt_logprobs is not None, grammar=grammar)
             for choice, sequence_id in enumerate(ids_of_choices))
         return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
 
@@ -196,6 +200,16 @@ class InputProcessor:
             ids = getattr(params, name)
             if ids and max(ids) >= self._vocab_size:
                 raise RequestError(f"token ids in {name} must be below {self._vocab_size}", param=name)
+
+    def _grammar(self, wanted: StructuredOutputsParams | None) -> str | None:
+        if wanted is None:
+            return None
+        if self._needed_tokenizer("structured_outputs").byte_rule is None:
+            raise NotSupportedError("structured_outputs is not supported with this tokenizer",
+                                    param="structured_outputs")
+        grammar = grammar_of(wanted)
+        self._grammars.check(grammar)
+        return grammar
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """How the words can be spelled, at the beginning of a text and after a space."""

@@ -21,6 +21,7 @@ class EngineRequest:
         eos_token_ids: the model's end ids alone; a stop on one of them reports no `stop_reason`.
         max_tokens: resolved by the sender; prompt and max_tokens together fit the context.
         bad_word_ids: tokens that must not come one after another in the output.
+        grammar: of `jaxpaged.structured_outputs`, which the text must follow.
         seed: resolved seed of 64 bits, or None for one of the engine's choice.
         cache_salt: requests share prefixes only with those of the same salt.
         skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
@@ -40,6 +41,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     skip_prefix_read: bool = False
+    grammar: str | None = None
     fork_of: str | None = None
 
 

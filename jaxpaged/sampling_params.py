@@ -30,13 +30,41 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """A constraint on the text; exactly one of the fields is set."""
+    """A constraint on the text; exactly one of the fields is set.
+
+    Args:
+        json: a JSON schema, as a dict or as text.
+        regex: a regular expression that the whole text matches.
+        choice: texts of which one is the whole text.
+        grammar: a context-free grammar, in Lark's or in GBNF's notation.
+        json_object: any JSON object.
+
+    Raises:
+        RequestError: of another type or number; what is inside is checked once the request is processed.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: list[str] | tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
+        if len(given) != 1:
+            raise _bad_structure("exactly one of json, regex, choice, grammar and json_object must be given")
+        if self.json is not None and not isinstance(self.json, (str, dict)):
+            raise _bad_structure("json must be a JSON schema, as an object or a string")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), (str, type(None))) or getattr(self, name) == "":
+                raise _bad_structure(f"{name} must be a string, and not empty")
+        if not isinstance(self.json_object, (bool, type(None))):
+            raise _bad_structure("json_object must be true or false")
+        if self.choice is not None:
+            if not isinstance(self.choice, (list, tuple)) or not self.choice or not all(
+                    isinstance(item, str) and item for item in self.choice):
+                raise _bad_structure("choice must be a list of strings, none of them empty")
+            object.__setattr__(self, "choice", tuple(self.choice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +95,7 @@ class SamplingParams:
         detokenize: False leaves `text` empty and takes no stop strings.
         expected_output_tokens: how long the answer will be, as far as the caller knows; orders requests under
             `--scheduling-policy predicted`.
+        structured_outputs: what the text must look like; it ends where nothing may follow.
         output_kind: what each output of a running request holds.
 
     Raises:
@@ -133,6 +162,8 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false", param=name)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise _bad_structure("structured_outputs must be a StructuredOutputsParams")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
 
@@ -174,8 +205,12 @@ class SamplingParams:
 
 
 _NOT_SUPPORTED = frozenset(
-    {"best_of", "structured_outputs"}
+    {"best_of"}
 )
+
+
+def _bad_structure(text: str) -> RequestError:
+    return RequestError(text, param="structured_outputs")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None, param: str | None = None) -> None:

@@ -14,6 +14,7 @@ from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jaxpaged.server.chat_tools import ToolUse
 from jaxpaged.server.logprob_shapes import LogprobShape, prompt_entries
+from jaxpaged.server.structure import OLD_NAMES, structured_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,8 @@ MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow
 
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0), "early_stopping": (False,), "structured_outputs": (), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_json_object": (False,),
-    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "documents": ([],), "chat_template": (), "truncate_prompt_tokens": (),
     "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (), "adapter_id": (),
@@ -37,7 +35,9 @@ _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_ident
 _EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": "must be an object",
              "messages": "must be a list of objects", "tools": "must be a list of objects",
              "stop_token_ids": "must be a list of token ids", "allowed_token_ids": "must be a list of token ids",
-             "bad_words": "must be a list of strings", "logit_bias": "must map token ids to numbers"}
+             "bad_words": "must be a list of strings", "logit_bias": "must map token ids to numbers",
+             "structured_outputs": "must be an object", "response_format": "must be an object",
+             "guided_json": "must be a JSON schema", "guided_choice": "must be a list of strings"}
 
 
 class StreamOptions(BaseModel):
@@ -94,6 +94,15 @@ class _Request(Body):
     expected_output_tokens: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
+    response_format: dict[str, Any] | None = Field(
+        None, description="an object with type text, json_object, or json_schema and a schema")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="an object with one of json, regex, choice, grammar, json_object")
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
     prompt_logprobs: int | None = Field(None, description="log probabilities of the prompt's tokens, not streamed")
     return_token_ids: bool | None = Field(None, description="add the ids of the prompt and of each choice")
     priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
@@ -139,6 +148,8 @@ class _Request(Body):
             given.pop("best_of", None)
         if (logprobs := self.num_logprobs) is not None:
             given["logprobs"] = logprobs
+        if (structured := structured_outputs(self)) is not None:
+            given["structured_outputs"] = structured
         if self.echoes and (logprobs is not None or self.max_tokens == 0):
             given["prompt_logprobs"] = max(logprobs or 0, self.prompt_logprobs or 0)
         params = SamplingParams(**{**defaults, "max_tokens": default_max_tokens, **given,
@@ -264,6 +275,7 @@ class BodyReader:
 
     def __init__(self) -> None:
         self._unknown: set[str] = set()
+        self._warned = False
 
     def read(self, kind: type[_Body], body: bytes) -> _Body:
         """One request.
@@ -280,6 +292,10 @@ class BodyReader:
                     and len(self._unknown) < MAX_UNKNOWN_FIELDS_LOGGED:
                 self._unknown.add(name)
                 logger.warning("ignoring the unknown request field %r", name[:64])
+        old = [name for name in OLD_NAMES if getattr(request, name, None) is not None]
+        if old and not self._warned:
+            self._warned = True
+            logger.warning("%s is an old name: use structured_outputs", old[0])
         request.check()
         return request
 

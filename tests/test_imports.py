@@ -16,9 +16,10 @@ FOLDERS = ("jaxpaged", "models", "server", "pallas_kernels")
 
 TOP = ("errors", "config", "flags", "sampling_params", "outputs", "messages")
 HTTP_SIDE = ("tokenizer", "gguf_tokenizer", "input_processor", "output_processor", "detokenizer", "chat_template",
-             "metrics", "loading.hub", "loading.json_files")
+             "metrics", "structured_outputs", "loading.hub", "loading.json_files")
 NO_JAX = (*HTTP_SIDE, "loading.gguf", "cli")
-ENGINE_THIRD = ("jax", "flax", "numpy", "tokenizers", "transformers", "jinja2", "prometheus_client", "tqdm")
+ENGINE_THIRD = ("jax", "flax", "llguidance", "numpy", "tokenizers", "transformers", "jinja2", "prometheus_client",
+                "tqdm")
 
 # room: (third-party packages, parts of jaxpaged) that its modules may import, besides the standard library.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -1,7 +1,10 @@
 """Parameters of requests over HTTP, on the embedded model: what a client asks for is what it gets."""
 
+import json
 import math
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -197,3 +200,96 @@ def test_biases_and_bans_beside_others(server: LiveServer, http: httpx.Client, t
     assert long["usage"]["completion_tokens"] >= 40
     assert post(http, prompt=STORY, max_tokens=8, temperature=0)["choices"][0]["text"] == plain
     assert server.metrics()["jaxpaged:compilations_total"] == compilations
+
+
+# Structured output
+
+
+CITY: dict[str, Any] = {"type": "object", "additionalProperties": False, "required": ["city", "population"],
+                        "properties": {"city": {"type": "string", "maxLength": 20},
+                                       "population": {"type": "integer", "minimum": 0, "maximum": 99999999}}}
+ABOUT_PARIS = [{"role": "user", "content": "Tell me the city and its population as JSON: Paris has 2 million people."}]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("fields", [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}},
+    {"structured_outputs": {"json": CITY}}, {"guided_json": CITY},
+], ids=["response_format", "structured_outputs", "guided_json"])
+def test_a_schema_is_followed(http: httpx.Client, fields: dict[str, Any], streamed: bool) -> None:
+    body = {"messages": ABOUT_PARIS, "temperature": 0, "max_tokens": 80, **fields}
+    if streamed:
+        events = stream(http, "/v1/chat/completions", **body)
+        text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+        reason = events[-1]["choices"][0]["finish_reason"]
+    else:
+        choice = post(http, "/v1/chat/completions", **body)["choices"][0]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    found = json.loads(text)
+    assert reason == "stop" and set(found) == {"city", "population"} and 0 <= found["population"] <= 99999999
+
+
+def test_other_structures_beside_free_requests(server: LiveServer, http: httpx.Client) -> None:
+    compilations = server.metrics()["jaxpaged:compilations_total"]
+    free = post(http, prompt=STORY, max_tokens=20, temperature=0)["choices"][0]["text"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"structured_outputs": {"choice": ["Paris", "London"]}}, "Paris|London"),
+        ({"structured_outputs": {"regex": "[A-Z][a-z]{3,9}, [0-9]{4}"}}, "[A-Z][a-z]{3,9}, [0-9]{4}"),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no"'}}, "yes|no"),
+        ({"guided_choice": ["a", "b"]}, "a|b"),
+    ]
+
+    def ask(number: int) -> None:
+        if number == len(cases):
+            assert post(http, prompt=STORY, max_tokens=20, temperature=0)["choices"][0]["text"][:20] == free[:20]
+            return
+        fields, pattern = cases[number]
+        answer = post(http, "/v1/chat/completions", messages=QUESTION, n=3, seed=1, max_tokens=40, **fields)
+        for choice in answer["choices"]:
+            assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["message"]["content"])
+
+    with ThreadPoolExecutor(5) as threads:
+        list(threads.map(ask, range(len(cases) + 1)))
+    mode = post(http, "/v1/chat/completions", messages=ABOUT_PARIS, temperature=0, max_tokens=200,
+                response_format={"type": "json_object"})["choices"][0]
+    if mode["finish_reason"] == "stop":
+        assert isinstance(json.loads(mode["message"]["content"]), dict)
+    cut = post(http, "/v1/chat/completions", messages=ABOUT_PARIS, max_tokens=2,
+               response_format={"type": "json_object"})
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert server.metrics()["jaxpaged:compilations_total"] == compilations
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"structured_outputs": {"regex": "(("}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"type": "wizard"}}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "start: what"}}, "structured_outputs"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"guided_json": {"$ref": "#"}}, "structured_outputs"),
+])
+def test_structures_that_cannot_be_are_refused_before_anything_runs(http: httpx.Client, fields: dict[str, Any],
+                                                                    param: str) -> None:
+    for streamed in (False, True):
+        refused(http.post("/v1/completions", json={"prompt": "a", **fields, "stream": streamed}), param=param)
+
+
+# Extremes
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-38, 5e-324])
+def test_temperatures_down_to_nothing_are_greedy(http: httpx.Client, temperature: float) -> None:
+    greedy = post(http, prompt=STORY, max_tokens=8, temperature=0)["choices"][0]["text"]
+    assert post(http, prompt=STORY, max_tokens=8, temperature=temperature)["choices"][0]["text"] == greedy
+
+
+@pytest.mark.parametrize("body", [
+    {"top_k": 10**9}, {"top_k": 2**40}, {"top_p": 1e-300}, {"min_p": 1}, {"temperature": 1e300},
+    {"repetition_penalty": 1e-300}, {"repetition_penalty": 1e300}, {"seed": -(2**63)}, {"seed": 2**64 - 1},
+    {"presence_penalty": -2, "frequency_penalty": -2}, {"logit_bias": {str(token): 100 for token in range(1024)}},
+    {"allowed_token_ids": list(range(49152))}, {"stop_token_ids": list(range(1000))}, {"min_p": 0.5, "top_k": 1},
+], ids=lambda body: str(body)[:40])
+def test_extreme_values_are_served(http: httpx.Client, body: dict[str, Any]) -> None:
+    answer = post(http, prompt=STORY, max_tokens=4, logprobs=1, **body)
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+    assert all(math.isfinite(value) for value in answer["choices"][0]["logprobs"]["token_logprobs"])

@@ -82,8 +82,7 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
 
 @pytest.mark.parametrize(("field", "value"), [
     ("suffix", "x"),
-    ("use_beam_search", True), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("guided_regex", "a"),
-    ("guided_choice", ["a"]), ("response_format", {"type": "json_object"}),
+    ("use_beam_search", True), ("structured_outputs", {"whitespace_pattern": "a"}),
     ("functions", [{}]), ("truncate_prompt_tokens", 5),
     ("chat_template", "{{x}}"), ("best_of", 2), ("early_stopping", True),
 ])

@@ -55,6 +55,11 @@ class ProcessorState:
     recent: Rows
 
 
+def neutral_allowed(rows: int, vocab_size: int) -> np.ndarray:
+    """uint32 [rows, W]: every token may come."""
+    return np.full((rows, -(-vocab_size // 32)), _ALL, np.uint32)
+
+
 def neutral_processors(rows: int, vocab_size: int) -> ProcessorState:
     """Rows that change nothing."""
     words = -(-vocab_size // 32)
@@ -65,7 +70,7 @@ def neutral_processors(rows: int, vocab_size: int) -> ProcessorState:
         counts=np.zeros((rows, vocab_size), np.int32),
         bias_id=np.full((rows, MAX_LOGIT_BIAS), vocab_size, np.int32),
         bias=np.zeros((rows, MAX_LOGIT_BIAS), np.float32),
-        allowed=np.full((rows, words), _ALL, np.uint32),
+        allowed=neutral_allowed(rows, vocab_size),
         held_back=np.zeros((rows, words), np.uint32),
         held_until=np.zeros(rows, np.int32),
         bad_words=np.full((rows, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), _NO_TOKEN, np.int32),

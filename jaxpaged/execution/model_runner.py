@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.host_blocks import HostBlocks
-from jaxpaged.execution.logit_processors import neutral_processors, processors_of
+from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.programs import (
     ADMIT_SIZES,
@@ -131,13 +131,18 @@ class ModelRunner:
         self._vocab_size = programs.num_logits
         self._processors = jax.device_put(neutral_processors(slots, self._vocab_size), everywhere)
         self._all_allowed = {
-            rows: jax.device_put(neutral_processors(rows, self._vocab_size).allowed, everywhere)
+            rows: jax.device_put(neutral_allowed(rows, self._vocab_size), everywhere)
             for rows in {shape.samples_of(size) for size in shape.sizes}
         }
 
     @property
     def params(self) -> Params:
         return self._params
+
+    @property
+    def num_logits(self) -> int:
+        """V of the logits."""
+        return self._vocab_size
 
     @property
     def num_compiled(self) -> int:
@@ -171,7 +176,7 @@ class ModelRunner:
         if any([piece.samples and piece.request.full_sampling for piece in step.pieces]):
             samples = shape.samples_of(size)
             ids, self._processors, self._last_id, logprobs = self._programs.get(("sample_full", samples))(
-                self._sampling, self._processors, self._last_id, logits, slot, position, self._all_allowed[samples]
+                self._sampling, self._processors, self._last_id, logits, slot, position, self._allowed(step, samples)
             )
         elif step.num_sampled:
             ids, self._last_id = self._programs.get(("sample", shape.samples_of(size)))(
@@ -191,6 +196,17 @@ class ModelRunner:
         if shapes(params) not in (shapes(self._params), shapes(self._stored)):
             raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
         self._params = placed(params, self._programs.params, self._programs.placement)
+
+    def _allowed(self, step: SchedulerOutput, rows: int) -> jax.Array | np.ndarray:
+        """Which tokens each sampled row may take: all, on the device already, unless a row has a constraint."""
+        constraints = [piece.request.constraint for piece in step.pieces if piece.samples]
+        if not any(constraints):
+            return self._all_allowed[rows]
+        allowed = neutral_allowed(rows, self._vocab_size)
+        for row, constraint in enumerate(constraints):
+            if constraint is not None:
+                allowed[row] = constraint.mask()
+        return allowed
 
     def _score(self, step: SchedulerOutput) -> tuple[SchedulerOutput, list[ScoredRows]]:
         """Compute the pieces whose log probabilities are wanted; what is left for the step itself.

@@ -2,8 +2,20 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from jaxpaged.messages import EngineRequest, TokenLogprobs
+
+
+class Constraint(Protocol):
+    """What the text of a request must look like; see `jaxpaged.constraints`."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def advance(self, token: int) -> bool: ...
+
+    def mask(self) -> Any: ...
 
 
 class RequestStatus(enum.IntEnum):
@@ -43,6 +55,7 @@ class Request:
         num_cached: prompt tokens that the prefix cache spared it when it was first let in.
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
+        constraint: tells which tokens may come next, if not all may.
         prompt_logprobs: of its prompt tokens but the first, as far as they are there and nobody has been told.
     """
 
@@ -69,6 +82,7 @@ class Request:
     num_passed: int = 0
     scheduled_time: float | None = None
     full_sampling: bool = False
+    constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     predicted_length: int = 0
 
@@ -76,7 +90,7 @@ class Request:
         self.token_ids = list(self.message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_length = self.num_prompt_tokens + max(self.message.max_tokens, 1)  # of a prompt alone one is dropped
-        self.full_sampling = self.message.params.full_sampling
+        self.full_sampling = self.message.params.full_sampling or self.constraint is not None
 
     @property
     def request_id(self) -> str:
@@ -96,6 +110,9 @@ class Request:
     def num_to_compute(self) -> int:
         """Tokens that a step could process now; none once the last token is on its way."""
         tokens = len(self.token_ids) + self.num_pending
+        if self.constraint is not None and tokens < self.max_length and (
+                self.num_pending or not self.constraint.ready):
+            return max(0, len(self.token_ids) - 1 - self.num_computed)  # all but the one that is followed by a draw
         return tokens - self.num_computed if tokens < self.max_length else 0
 
     @property

@@ -18,7 +18,7 @@ from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager, Prefix, Transfers
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
-from jaxpaged.scheduling.request import Request, RequestStatus
+from jaxpaged.scheduling.request import Constraint, Request, RequestStatus
 from jaxpaged.scheduling.sorted_requests import SortedRequests
 from jaxpaged.scheduling.step_plan import STEP_OVERHEAD_TOKENS, StepPlan
 
@@ -156,12 +156,12 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def add(self, message: EngineRequest) -> None:
+    def add(self, message: EngineRequest, constraint: Constraint | None = None) -> None:
         """Queue a request."""
         assert message.request_id not in self._requests, f"request id {message.request_id} is already live"
         needed = self._kv.blocks_for(len(message.prompt_token_ids) + message.max_tokens)
         assert needed <= self._allocator.num_usable, f"{needed} blocks can never be had"
-        request = Request(message, self._arrivals)
+        request = Request(message, self._arrivals, constraint=constraint)
         self._arrivals += 1
         self._requests[message.request_id] = request
         leader = self._requests.get(message.fork_of or "")
@@ -224,6 +224,8 @@ class Scheduler:
                 delta = delta._replace(prompt_logprobs=tuple(request.prompt_logprobs))
                 request.prompt_logprobs = []
             deltas.append(delta)
+            if request.constraint is not None and not request.finished and request.constraint.advance(token):
+                deltas.append(self._finish(request, RequestStatus.FINISHED_STOPPED))
         return deltas
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:

@@ -1,0 +1,130 @@
+"""Running constraints on texts: which tokens may come next, computed beside the engine's thread.
+
+A constraint's mask depends on the last id, so its row sits out the step that would follow at once; other rows run on.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.structured_outputs import Vocabulary
+from jaxpaged.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 64  # grammars kept compiled
+_THREADS = 2
+
+
+class Constraint:
+    """One sequence's place in its grammar. All methods belong to the engine's thread."""
+
+    def __init__(self, submit: Callable[[Callable[[], Any]], Future[Any]], compile: Callable[[], Any],
+                 words: int) -> None:
+        self._submit, self._words = submit, words
+        self._matcher: Any = None
+        self._job: Future[Any] = submit(lambda: self._begin(compile))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next token's mask is there."""
+        return self._job.done()
+
+    def mask(self) -> np.ndarray:
+        """uint32 [W], a bit for each token that may come next; none where the grammar has come to its limits."""
+        found: np.ndarray = self._job.result()
+        return found
+
+    def advance(self, token: int) -> bool:
+        """Go on behind a token that has been drawn; True if nothing may follow it."""
+        self._job.result()
+        if self._matcher is None or not self._matcher.consume_token(token) or self._matcher.is_stopped():
+            return True
+        self._job = self._submit(self._compute)
+        return False
+
+    def _begin(self, compile: Callable[[], Any]) -> np.ndarray:
+        try:
+            self._matcher = compile()
+        except Exception:  # of this request alone: without a mask it ends at once
+            logger.exception("a constraint cannot be compiled")
+            return np.zeros(self._words, np.uint32)
+        return self._compute()
+
+    def _compute(self) -> np.ndarray:
+        mask = np.zeros(self._words, np.uint32)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        mask[: len(bits)] = bits
+        return mask
+
+
+class Constraints:
+    """Makes constraints for one model; what it compiles is kept, up to a bound.
+
+    Args:
+        load_tokenizer: called once, by another thread, when the first constraint is wanted.
+        eos_token_ids: the model's end ids.
+        vocab_size: ids that the model knows.
+        num_logits: entries of a mask; those beyond the vocabulary are never allowed.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, eos_token_ids: tuple[int, ...], vocab_size: int,
+                 num_logits: int) -> None:
+        self._load, self._eos, self._vocab_size = load_tokenizer, eos_token_ids, vocab_size
+        self._words = -(-num_logits // 32)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._news = threading.Event()
+
+    def begin(self, grammar: str) -> Constraint:
+        """A constraint at its beginning; it compiles in another thread."""
+        return Constraint(self._submit, lambda: self._compile(grammar), self._words)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until some mask is there that was not at the last call, at most `timeout` seconds."""
+        self._news.wait(timeout)
+        self._news.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, job: Callable[[], Any]) -> Future[Any]:
+        future = self._threads.submit(job)
+        future.add_done_callback(lambda _: self._news.set())
+        return future
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found.deep_copy()
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+        made = LLMatcher(self._vocabulary, grammar, log_level=0)
+        with self._lock:
+            self._compiled[grammar] = made
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return made.deep_copy()
+
+    def _read_vocabulary(self) -> Any:
+        from llguidance import LLTokenizer
+
+        tokenizer = self._load()
+        count = min(tokenizer.vocab_size, self._vocab_size)
+        ends = sorted(tokenizer.eos_token_ids.union(self._eos))
+        special = [token for token in range(count) if tokenizer.is_special(token)]
+        vocabulary = Vocabulary([tokenizer.token_bytes(token) for token in range(count)], special, ends,
+                                lambda text: tokenizer.encode(text, add_special_tokens=False))
+        return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=ends)  # type: ignore[arg-type]
