@@ -34,8 +34,8 @@ NO_TOKEN_LEFT = -2  # and for one where everything is forbidden
 
 # A request that does not fit may be passed by so many others before nobody is let in until it fits.
 MAX_PASSED = 16
-# A prompt of more tokens than this, and than a budget, takes no more of a step than the requests beside it (but at
-# least so many tokens, and an eighth of the budget), so that the gaps in their streams stay small.
+# A prompt of more tokens than this, and than a budget, takes no more of a step than the requests beside it, so that the
+# gaps in their streams stay small; but at least an eighth of the budget, and more of a small one.
 LONG_PROMPT_TOKENS = 2048
 LONG_PROMPT_PIECE = 128
 # Waiting requests that one step looks at.
@@ -331,7 +331,8 @@ class Scheduler:
         """Plan a piece of a prompt; `others` lack tokens as well, the first of them least."""
         count, left = request.num_to_compute, self._plan.left
         if self._gives_way(request):
-            left = min(left, max(LONG_PROMPT_PIECE, self._budget // 8, self._budget - left + STEP_OVERHEAD_TOKENS))
+            least = max(self._budget // 8, min(self._budget // 4, LONG_PROMPT_PIECE))
+            left = min(left, max(least, self._budget - left + STEP_OVERHEAD_TOKENS))
         if count > left:
             shorter = (others and others[0].num_to_compute < count) or any(
                 waiting.num_tokens < count for waiting in self._waiting.first(LOOK_AHEAD))
