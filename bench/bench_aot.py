@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.aot_sharded import ShardedRow, compile_sharded, section
 from bench.common import write_json
 
 GPUS = ("h200", "a100-80g")
@@ -158,6 +160,17 @@ def compile_in_children(gpus: tuple[str, ...], models: tuple[str, ...], layers: 
         return version, rows
 
 
+def compile_sharded_in_child(layers: int) -> list[ShardedRow]:
+    """The model that several GPUs share, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "sharded.json")
+        command = [sys.executable, __file__, "--sharded", "--json", str(file), "--layers", str(layers)]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=1800)
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode}\n{done.stderr.decode()[-4000:]}")
+        return [ShardedRow(**row) for row in json.loads(file.read_text())["rows"]]
+
+
 def table_lines(rows: list[Row]) -> list[str]:
     """The table of programs and the table of kernels, in Markdown."""
     programs = [{
@@ -183,7 +196,7 @@ def _markdown(rows: list[dict[str, Any]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def document(version: str, rows: list[Row]) -> str:
+def document(version: str, rows: list[Row], sharded: Sequence[ShardedRow] = ()) -> str:
     """bench/results/aot.md."""
     layers = " and ".join(str(count) for count in sorted({row.layers for row in rows}))
     return "\n".join([
@@ -195,7 +208,8 @@ def document(version: str, rows: list[Row]) -> str:
         *table_lines(rows), "",
         "Aliased: what a program updates in place; beside the pool the block table, ids and sampling state. Waits for: "
         "asynchronous loads that may still be under way at each wait; more than 0 means that loads and arithmetic "
-        "overlap. Matrix products outside attention are cuBLASLt's.", ""])
+        "overlap. Matrix products outside attention are cuBLASLt's.", "",
+        *(section(list(sharded)) if sharded else ())])
 
 
 def main() -> None:
@@ -205,17 +219,25 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="write the tables to this file")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--sharded", action="store_true", help="compile only what several GPUs share, in this process")
     args = parser.parse_args()
+    sharded: list[ShardedRow] = []
+    if args.sharded:
+        sharded = compile_sharded(args.layers)
+        write_json(args.json, {"rows": [asdict(row) for row in sharded]})
+        print("\n".join(section(sharded)))
+        return
     if args.gpu:
         import jax
 
         version, rows = jax.__version__, compile_rows(args.gpu, tuple(args.models), args.layers)
     else:
         version, rows = compile_in_children(GPUS, tuple(args.models), args.layers)
+        sharded = compile_sharded_in_child(args.layers)
     if args.json:
         write_json(args.json, {"jax": version, "rows": [asdict(row) for row in rows]})
     if args.write:
-        args.write.write_text(document(version, rows))
+        args.write.write_text(document(version, rows, sharded))
     print("\n".join(table_lines(rows)))
 
 

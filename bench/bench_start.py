@@ -1,9 +1,10 @@
-"""Start of the server until its first token, cold and with a filled cache.
+"""Start of the server until its first token: cold, with a filled cache, and with programs compiled ahead of time.
 
     python bench/bench_start.py
 
-The first run has an empty cache directory of its own, so that everything is compiled; the second one finds it filled.
-The model's files are there already. Flags that are not its own are the server's.
+The first run has an empty cache directory of its own, so that everything is compiled; the second one finds it filled;
+the third one loads a store that `python -m jaxpaged.compile` has made. The model's files are there already. Flags that
+are not its own are the server's.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from jaxpaged.config import DEFAULT_MODEL
 from jaxpaged.loading.hub import resolve_model
 
 _LONGEST_S = 600
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def first_token_s(model: Path, flags: list[str], cache: Path) -> float:
@@ -33,11 +35,10 @@ def first_token_s(model: Path, flags: list[str], cache: Path) -> float:
         port = probe.getsockname()[1]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    root = Path(__file__).resolve().parents[1]
     begin = time.perf_counter()
     server = subprocess.Popen(
         [sys.executable, "-m", "jaxpaged.server", str(model), "--host", "127.0.0.1", "--port", str(port), *flags],
-        env=environment, cwd=root)
+        env=environment, cwd=ROOT)
     try:
         body = {"model": str(model), "prompt": "The capital of France is", "max_tokens": 1, "temperature": 0}
         while time.perf_counter() - begin < _LONGEST_S:
@@ -63,9 +64,14 @@ def main() -> None:
     model = resolve_model(args.model).resolve()
     with tempfile.TemporaryDirectory() as folder:
         cold, warm = (first_token_s(model, flags, Path(folder)) for _ in range(2))
-    print_table("Seconds from the command to the first token", ["cache", "seconds"],
-                [["empty", f"{cold:.1f}"], ["filled", f"{warm:.1f}"]])
-    write_json(args.json, {"cold_s": cold, "warm_s": warm})
+        store = Path(folder) / "store"
+        subprocess.run([sys.executable, "-m", "jaxpaged.compile", str(model), "--out", str(store), *flags],
+                       env=os.environ | {"XDG_CACHE_HOME": folder}, cwd=ROOT, check=True)
+        stored = first_token_s(model, [*flags, "--compiled", str(store)], Path(folder))
+    print_table("Seconds from the command to the first token", ["programs", "seconds"],
+                [["compiled at the start", f"{cold:.1f}"], ["from JAX's cache", f"{warm:.1f}"],
+                 ["from a store (--compiled)", f"{stored:.1f}"]])
+    write_json(args.json, {"cold_s": cold, "warm_s": warm, "stored_s": stored})
 
 
 if __name__ == "__main__":

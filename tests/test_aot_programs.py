@@ -78,7 +78,7 @@ def tables(text: str) -> tuple[dict[tuple[str, ...], dict[str, str]], ...]:
         elif not header:
             header = cells
             found.append({})
-        elif set(line) > set("|-"):
+        elif not set(line) <= set("|- "):
             found[-1][tuple(cells[: 4 if "kernel" in header else 3])] = dict(zip(header, cells, strict=True))
     return tuple(found)
 
@@ -89,7 +89,7 @@ def test_nothing_is_worse_than_in_the_committed_table(compiled: tuple[str, list[
     if f"with jax {jax.__version__};" not in committed:
         pytest.skip(f"the table was made with another version of jax than {jax.__version__}")
     hint = "if it is wanted: python bench/bench_aot.py --write bench/results/aot.md"
-    for was, now in zip(tables(committed), tables(document(*compiled)), strict=True):
+    for was, now in zip(tables(committed)[:2], tables(document(*compiled)), strict=True):
         assert was.keys() == now.keys(), hint
         for key, before in was.items():
             for column, slack in (("temporaries, MiB", 1.05), ("launches", 1), ("per layer", 1), ("CUDA graphs", 1),
