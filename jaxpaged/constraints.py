@@ -59,7 +59,7 @@ class Constraint:
     def _compute(self) -> np.ndarray:
         mask = np.zeros(self._words, np.uint32)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        mask[: len(bits)] = bits
+        mask[: len(bits)] = bits[: len(mask)]  # its last word may be beyond the vocabulary
         return mask
 
 

@@ -171,6 +171,14 @@ def test_only_tokens_that_lead_to_a_choice_are_allowed(choices: list[str]) -> No
     constraints.close()
 
 
+@pytest.mark.parametrize("size", [TOKENIZER.vocab_size, 288, 320, 321])
+def test_vocabularies_of_every_size(size: int) -> None:
+    constraints = Constraints(lambda: TOKENIZER, eos_token_ids=(), vocab_size=size, num_logits=size)
+    constraint = constraints.begin(grammar_of(StructuredOutputsParams(regex="h+")))
+    assert TOKENIZER.encode("h")[0] in allowed(constraint) and max(allowed(constraint)) < TOKENIZER.vocab_size
+    constraints.close()
+
+
 def test_compiled_grammars_are_kept_up_to_a_bound() -> None:
     constraints = make_constraints()
     for number in range(MAX_COMPILED + 20):
