@@ -37,8 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
 }
-DECODE, PREFILL = 64, 8192
-PROGRAMS = (("forward", DECODE), ("forward", PREFILL), ("sample", 256))
+FEW, DECODE, PREFILL = 16, 64, 8192  # below 32 tokens attention has smaller tiles
+PROGRAMS = (("forward", FEW), ("forward", DECODE), ("forward", PREFILL), ("sample", 256))
 KERNELS = "paged_attention|rotary_kv_write|sampler"
 PER_LAYER_KERNEL = "paged_attention_combine"  # one in each layer, after everything that the layers share
 
