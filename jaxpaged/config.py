@@ -61,6 +61,8 @@ class EngineConfig:
     cpu_attention: str = _flag(
         "auto", "attention on CPU: a native kernel, compiled at the first start, or XLA; auto: native where it can be "
         "built", choices=("auto", "native", "xla"), group="memory")
+    cpu_linear: str = _flag("auto", "products with the weights on CPU, the same way", choices=("auto", "native", "xla"),
+                            group="memory")
     swap_space: str | None = _flag(
         None, "host memory for evicted KV blocks in GiB, as 16 or 16G (default: 4; on CPU 0)", group="memory")
     preemption_mode: str = _flag("recompute", "what a preempted request has computed is computed again, or held in "

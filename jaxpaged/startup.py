@@ -26,11 +26,10 @@ from jaxpaged.loading.hub import cache_dir, resolve_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint
 from jaxpaged.loading.weights import KeyPath, load_params
 from jaxpaged.messages import EngineInfo
-from jaxpaged.models.attention import can_run_natively
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.transformer import Transformer
-from jaxpaged.pallas_kernels import native_attention
+from jaxpaged.native_kernels import choose_native
 from jaxpaged.planning import (
     TRIAL_LAYERS,
     DeviceDescription,
@@ -153,12 +152,12 @@ def programs_of(
     store: Path | None = None,
 ) -> ProgramSet:
     """The programs of a plan, for its own definition or one of fewer layers; none is compiled yet."""
-    native = _native_attention(config.cpu_attention, device, definition.config, {plan.dtype, plan.cache.dtype}, report)
+    native = choose_native(config, device.platform, definition.config, plan.dtype, plan.cache.dtype, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
         replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
         placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size,
-        platform=device.platform, native_attention=native, store=store,
+        platform=device.platform, native=native, store=store,
         chunk_sizes=CHUNK_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
 
 
@@ -259,29 +258,6 @@ def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs:
 def _settle(pool: jax.Array) -> None:
     for shard in jax.block_until_ready(pool).addressable_shards:
         move_zeros_to_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
-
-
-def _native_attention(
-    wanted: str, device: DeviceInfo, model: ModelConfig, dtypes: set[jnp.dtype], report: Report
-) -> bool:
-    """Whether attention runs in the native kernel, which is then built and registered."""
-    fits = device.platform == "cpu" and dtypes == {jnp.dtype("float32")} and can_run_natively(model)
-    if wanted == "xla" or (wanted == "auto" and not fits):
-        return False
-    if device.platform != "cpu":
-        raise ConfigError(f"--cpu-attention native cannot run on {device.platform}; leave it out")
-    if dtypes != {jnp.dtype("float32")}:
-        raise ConfigError("--cpu-attention native needs weights and KV pool in float32; add --dtype float32 "
-                          "--kv-cache-dtype float32, or leave it out")
-    if not fits:
-        raise ConfigError("--cpu-attention native computes plain causal attention only, and this model asks for more; "
-                          "leave it out")
-    failure = native_attention.build(cache_dir() / "native")
-    if failure is not None and wanted == "native":
-        raise ConfigError(f"--cpu-attention native cannot be built: {failure}; use auto or xla")
-    if failure is not None:
-        report(f"attention runs on XLA, more slowly than the native kernel would: {failure}")
-    return failure is None
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import Linear, MeshAxes, rotary_angles, rotate
+from jaxpaged.models.layers import Linear, MeshAxes, apply_linear, rotary_angles, rotate
 from jaxpaged.pallas_kernels import native_attention, paged_attention, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
 from jaxpaged.pallas_kernels.kv_pages import KVPages
@@ -75,7 +75,7 @@ def make_metadata(
     Args:
         config: with the heads that this device has.
         cache_dtype: of the pages; only the GPU's tiles depend on it.
-        native: attention runs in the native CPU kernel; see `native_attention.build`.
+        native: attention runs in the native CPU kernel; see `native_build.build`.
         target: the GPU, if it runs on one.
     """
     null_slot = block_table.shape[0] - 1
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
         """x [T, D] -> (y [T, D], pools with this step's keys and values)."""
         tokens = x.shape[0]
-        q, k, v = (project(x).reshape(tokens, -1, self.head_dim) for project in (self.q, self.k, self.v))
+        q, k, v = (y.reshape(tokens, -1, self.head_dim) for y in apply_linear(x, self.q, self.k, self.v))
         rule, bias, work = self.rule, self._head_bias(q.shape[1]), meta.work
         if isinstance(work, GpuAttention):
             q, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.place, pages, target=work.target)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import RopeConfig
+from jaxpaged.pallas_kernels import native_linear
 
 MeshAxes = tuple[str, ...] | None
 
@@ -18,6 +19,7 @@ class Linear(nnx.Module):
     """y = x @ kernel (+ bias); kernel is [in, out], the faster way round on every backend.
 
     `sum_over` names the mesh axes that share the rows of the kernel: their products are added up.
+    `native`: see `use_native_products`.
     """
 
     def __init__(
@@ -27,12 +29,10 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(draw.astype(dtype))
         self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None
         self.sum_over = sum_over
+        self.native = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...]
-        if self.sum_over:
-            y = jax.lax.psum(y, self.sum_over)
-        return y if self.bias is None else y + self.bias[...]
+        return apply_linear(x, self)[0]
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         """As an output head: not rounded to the weights' dtype."""
@@ -40,6 +40,17 @@ class Linear(nnx.Module):
             return self(x)
         y = jnp.einsum("bd,dv->bv", x, self.kernel[...], preferred_element_type=jnp.float32)
         return y if self.bias is None else y + self.bias[...]
+
+
+def apply_linear(x: jax.Array, *layers: Linear) -> list[jax.Array]:
+    """x through each of the layers: natively one call, which suits layers of few columns."""
+    kernels = [layer.kernel[...] for layer in layers]
+    products = native_linear.linear(x, kernels) if layers[0].native else [x @ kernel for kernel in kernels]
+    results = []
+    for layer, y in zip(layers, products, strict=True):
+        y = jax.lax.psum(y, layer.sum_over) if layer.sum_over else y
+        results.append(y if layer.bias is None else y + layer.bias[...])
+    return results
 
 
 class RMSNorm(nnx.Module):
@@ -67,6 +78,7 @@ class Embedding(nnx.Module):
         draw = jax.random.normal(rngs.params(), (vocab_size, model_dim), jnp.float32) * model_dim**-0.5
         self.table = nnx.Param(draw.astype(dtype))
         self.axis = axis
+        self.native = False
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # [T] -> [T, D]
         table = self.table[...]
@@ -78,6 +90,8 @@ class Embedding(nnx.Module):
         return jax.lax.psum(found, self.axis)  # of one row and zeros
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
+        if self.native:
+            return native_linear.transposed(x, self.table[...])
         return jnp.einsum("bd,vd->bv", x, self.table[...], preferred_element_type=jnp.float32)
 
 
@@ -92,7 +106,16 @@ class GatedMLP(nnx.Module):
         self.down = Linear(mlp_dim, model_dim, bias=bias, dtype=dtype, rngs=rngs, sum_over=axis)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gate.native and self.gate.bias is None:
+            return self.down(native_linear.gated(x, self.gate.kernel[...], self.up.kernel[...]))
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def use_native_products(model: nnx.Module) -> None:
+    """From now on all products with the model's weights, float32, run in the native CPU kernels."""
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, Linear | Embedding):
+            module.native = True
 
 
 def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:

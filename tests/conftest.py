@@ -30,6 +30,12 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the native kernels are compiled, once for the whole run."""
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="session")
 def workload_folder() -> Path:
     """The folder with W1.json to W5.json beside the checkout; what needs it is skipped without."""
     folder = ROOT.parent / "shared" / "workloads"

@@ -76,7 +76,7 @@ def test_an_engine_takes_its_programs_from_the_store(model: Path, store: Path,
 
 def test_a_store_of_something_else_is_refused_with_one_warning(model: Path, store: Path, tmp_path: Path,
                                                                caplog: pytest.LogCaptureFixture) -> None:
-    for changes, what in (({"max_num_seqs": 1}, "shape"), ({"cpu_attention": "xla"}, "native_attention")):
+    for changes, what in (({"max_num_seqs": 1}, "shape"), ({"cpu_attention": "xla"}, "native_kernels")):
         _, [warning] = start(model, store, caplog, enforce_eager=True, **changes)
         assert f"another {what}" in warning and "compiling instead" in warning
     other = tmp_path / "other"

@@ -20,14 +20,15 @@ from jaxpaged.engine import Engine
 from jaxpaged.engine_loop import run_engine_loop
 from jaxpaged.errors import ConfigError, ContextLengthError, RequestError
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.execution.programs import ProgramSet, StepShape, step_sizes
+from jaxpaged.execution.programs import NativeKernels, ProgramSet, StepShape, step_sizes
 from jaxpaged.execution.sharding import Partition, Placement, axes_tree
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.messages import AbortRequests, EngineOutputs, EngineRequest, Shutdown
 from jaxpaged.models.registry import find_family
-from jaxpaged.pallas_kernels import native_attention
+from jaxpaged.pallas_kernels import native_attention, native_linear
+from jaxpaged.pallas_kernels.native_build import build
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.startup import InMemoryModel
 from tests.tiny_llama import (
@@ -102,6 +103,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "small pieces": {"max_num_batched_tokens": 7},
     "attention on XLA": {"cpu_attention": "xla"},
+    "all on XLA": {"cpu_attention": "xla", "cpu_linear": "xla"},
     "few blocks": {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10},
     "one token a step": {"max_num_batched_tokens": 1, "max_num_seqs": 2},
     "large blocks": {"max_num_batched_tokens": 7, "block_size": 64, "num_gpu_blocks_override": 9},
@@ -271,14 +273,14 @@ BAD_ID = 200
 
 @pytest.fixture(scope="module", params=["auto", "xla"])
 def poisoned(model_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """On either path of attention, a model in memory whose embedding of one id is not a number, with few blocks."""
+    """On either path, a model in memory whose embedding of one id is not a number, with few blocks."""
     family = find_family(CONFIG)
     config = family.config_from_hf(CONFIG)
     module = nnx.eval_shape(lambda: family.build(config, jnp.float32))
     params = _params(model_path)
     params["embed"]["table"] = params["embed"]["table"].at[BAD_ID].set(jnp.nan)
     engine_config = EngineConfig.from_kwargs(model="in-memory", cpu_attention=request.param,
-                                             **ENGINE_ARGS | ENGINES["few blocks"])
+                                             cpu_linear=request.param, **ENGINE_ARGS | ENGINES["few blocks"])
     engine = Engine(engine_config, model=InMemoryModel(module, params))
     yield engine
     engine.shutdown()
@@ -490,14 +492,14 @@ def make_programs(num_blocks: int, native: bool) -> tuple[ProgramSet, KVCacheSpe
     return ProgramSet(nnx.split(module)[0], shapes, module.config, cache, shape,
                       axes=axes_tree(shapes, find_family(CONFIG).weights),
                       placement=Placement.of(jax.devices()[:1], Partition()), vocab_size=VOCAB, platform="cpu",
-                      native_attention=native), cache
+                      native=NativeKernels(native, native)), cache
 
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("size", [2, 16])
-def test_the_compiled_step_updates_the_pools_in_place(size: int, native: bool, tmp_path: Path) -> None:
+def test_the_compiled_step_updates_the_pools_in_place(size: int, native: bool, native_folder: Path) -> None:
     """All of the pools is aliased, no instruction copies one, and temporaries are small whatever the pools' size."""
-    if native and (failure := native_attention.build(tmp_path)):
+    if native and (failure := build(native_folder, [native_attention.KERNEL, native_linear.KERNEL])):
         pytest.skip(f"the native kernel cannot be built here: {failure}")
     temporaries = []
     for num_blocks in (64, 4096):

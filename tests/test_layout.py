@@ -82,7 +82,8 @@ def test_a_wheel_built_from_the_sdist_holds_only_jaxpaged(tmp_path: Path) -> Non
     expected = {name if name.startswith("jaxpaged/") else f"jaxpaged/{name}" for name in expected}
     assert {name for name in modules if name.endswith(".py")} == expected
     assert all(name.startswith("jaxpaged/") for name in modules)
-    assert {"jaxpaged/py.typed", "jaxpaged/pallas_kernels/native/paged_attention.cc"} <= modules
+    assert {"jaxpaged/py.typed", "jaxpaged/pallas_kernels/native/paged_attention.cc",
+            "jaxpaged/pallas_kernels/native/linear.cc", "jaxpaged/pallas_kernels/native/lanes.h"} <= modules
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

@@ -1,8 +1,5 @@
-"""The native CPU attention kernel against float64 NumPy and the plain specification, and how it is built and chosen."""
+"""The native CPU attention kernel against float64 NumPy and the plain specification."""
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,21 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.config import EngineConfig
-from jaxpaged.engine import Engine
-from jaxpaged.errors import ConfigError
 from jaxpaged.pallas_kernels import native_attention, reference
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages
+from jaxpaged.pallas_kernels.native_build import build
 from tests.test_paged_attention import Batch, Piece, Shape, expected, make_batch
-from tests.tiny_llama import ENGINE_ARGS, write_model
 
 CHUNK = 32  # tokens of context between two updates of the kernel's softmax
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built(tmp_path_factory: pytest.TempPathFactory) -> None:
-    failure = native_attention.build(tmp_path_factory.mktemp("native"))
+def built(native_folder: Path) -> None:
+    failure = build(native_folder, [native_attention.KERNEL])
     if failure:
         pytest.skip(f"the native kernel cannot be built here: {failure}")
 
@@ -171,79 +165,3 @@ def test_random_batches(data: st.DataObject, seed: int, share: bool) -> None:
         pieces.append(Piece(context, new))
         room -= new
     check(shape, pieces, seed, share=share)
-
-
-def test_no_compiler_is_a_reason_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no C++ compiler" in (native_attention.build(tmp_path) or "")
-
-
-@pytest.mark.parametrize("script", ["echo 'x.cc:1: error: no such thing' >&2; exit 1", "exit 3", "true"])
-def test_a_broken_compiler_is_a_reason_and_no_error(script: str, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text(f"#!/bin/sh\n[ \"$1\" = --version ] && exit 0\n{script}\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    failure = native_attention.build(tmp_path / "cache")
-    assert failure and "\n" not in failure
-    assert not list((tmp_path / "cache").glob("*.so"))
-
-
-def test_a_second_folder_in_one_process_is_fine(tmp_path: Path) -> None:
-    assert native_attention.build(tmp_path) is None
-    assert native_attention.build(tmp_path) is None
-    check(Shape(), [Piece(20, 3)])
-
-
-def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert native_attention.build(tmp_path / "file" / "folder")
-
-
-def test_a_second_process_reads_the_program_from_the_persistent_cache(tmp_path: Path) -> None:
-    code = textwrap.dedent("""
-        import sys
-        from pathlib import Path
-        import jax, jax.numpy as jnp
-        from jaxpaged.pallas_kernels import native_attention
-        folder = Path(sys.argv[1])
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        events = []
-        jax.monitoring.register_event_listener(lambda name, **more: events.append(name))
-        assert native_attention.build(folder) is None
-        pool, ids = jnp.ones((4, 16, 1, 8)), jnp.zeros(2, jnp.int32)
-        table = jnp.zeros((3, 2), jnp.int32)
-        events.clear()
-        run = jax.jit(lambda q: native_attention.paged_attention(q, pool, 3 * pool, table, ids, ids, 1.0))
-        assert (run(jnp.ones((2, 2, 8))) == 3).all()
-        print(events.count("/jax/compilation_cache/cache_misses"), end=" ")
-        print(events.count("/jax/compilation_cache/cache_hits"))
-    """)
-    root = Path(__file__).resolve().parents[1]
-    seen = []
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        seen.append([int(count) for count in done.stdout.split()])
-    assert seen[0][0] > 0 and seen[1][0] == 0 and seen[1][1] > 0
-    assert len(list(tmp_path.glob("*.so"))) == 1
-
-
-def test_the_engine_says_why_it_runs_on_xla_and_refuses_where_native_is_demanded(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write_model(tmp_path / "model")
-    kwargs: dict[str, Any] = {"model": str(model), **ENGINE_ARGS, "enforce_eager": True}
-    with pytest.raises(ConfigError, match="float32"):
-        Engine(EngineConfig(cpu_attention="native", **kwargs | {"dtype": "bfloat16"}))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    lines: list[str] = []
-    Engine(EngineConfig(**kwargs), lines.append).shutdown()
-    assert len([line for line in lines if "no C++ compiler" in line]) == 1
-    with pytest.raises(ConfigError, match=r"no C\+\+ compiler"):
-        Engine(EngineConfig(cpu_attention="native", **kwargs))
-    Engine(EngineConfig(cpu_attention="xla", **kwargs), lines.append).shutdown()
-    assert len([line for line in lines if "no C++ compiler" in line]) == 1

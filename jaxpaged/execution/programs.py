@@ -36,6 +36,7 @@ from jaxpaged.execution.step_input import unpack_step
 from jaxpaged.execution.vocabulary import Vocabulary
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layers import use_native_products
 from jaxpaged.models.transformer import Pools, Transformer
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.sampler import SlotParameters
@@ -77,6 +78,17 @@ def step_sizes(max_num_batched_tokens: int, platform: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeKernels:
+    """Which parts of a step run in native CPU kernels, built and registered before, in place of XLA."""
+
+    attention: bool = False
+    linear: bool = False
+
+
+XLA_ALONE = NativeKernels()
+
+
+@dataclass(frozen=True, slots=True)
 class StepShape:
     """The sizes that fix every program.
 
@@ -115,7 +127,7 @@ class ProgramSet:
         placement: where they will run.
         vocab_size: without the padding that `config` may have.
         platform: "cpu" or "cuda".
-        native_attention: see `make_metadata`.
+        native: parts that do not run on XLA.
         store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
         chunk_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
     """
@@ -132,7 +144,7 @@ class ProgramSet:
         placement: Placement,
         vocab_size: int,
         platform: str,
-        native_attention: bool = False,
+        native: NativeKernels = XLA_ALONE,
         store: Path | None = None,
         chunk_sizes: Sequence[int] = (),
     ) -> None:
@@ -142,7 +154,7 @@ class ProgramSet:
         self._config = config
         self._shape = shape
         self._platform = platform
-        self._native_attention = native_attention
+        self._native = native
         self._target = GpuTarget.of(placement.devices[0]) if platform == "cuda" else None
         self._cache_dtype = cache.dtype
         self.placement = placement
@@ -175,7 +187,7 @@ class ProgramSet:
             "weights": digest(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), self.params)),
             "kv_cache_dtype": self._cache_dtype.name,
             "shape": digest(self._shape),
-            "native_attention": str(self._native_attention),
+            "native_kernels": str(self._native),
         }
 
     @property
@@ -344,7 +356,7 @@ class ProgramSet:
         self, size: int, *, samples_all: bool = False
     ) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
         graph, block_size, partition = self._graph, self._shape.block_size, self.placement.partition
-        native, target, cache_dtype = self._native_attention, self._target, self._cache_dtype
+        native, target, cache_dtype = self._native, self._target, self._cache_dtype
         # What one device has of it.
         config = self._config.replace(num_heads=self._config.num_heads // partition.size,
                                       num_kv_heads=self._config.num_kv_heads // partition.kv)
@@ -362,10 +374,13 @@ class ProgramSet:
             block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
             meta = make_metadata(rows.slot, rows.position, block_table, config, block_size,
-                                 cache_dtype=cache_dtype, native=native, target=target)
+                                 cache_dtype=cache_dtype, native=native.attention, target=target)
             sample_row = jnp.arange(size) if samples_all else rows.sample_row
             row = jnp.minimum(sample_row, size - 1)
-            logits, pools = nnx.merge(graph, params)(ids, row, pools, meta)
+            model = nnx.merge(graph, params)
+            if native.linear:
+                use_native_products(model)
+            logits, pools = model(ids, row, pools, meta)
             logits = vocabulary.hide_padding(logits, vocab_size)
             return logits, pools, block_table, rows.sample_slot, rows.position[row] + 1
 

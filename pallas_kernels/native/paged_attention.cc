@@ -21,27 +21,24 @@
 #include <thread>
 #include <vector>
 
+#include "lanes.h"
 #include "xla/ffi/api/ffi.h"
 
+namespace jaxpaged {
 namespace {
 
 namespace ffi = xla::ffi;
 
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kBlock = 8;  // kBlock * kStrip sums fit the registers
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kBlock = 4;
+constexpr int kBlock = 8;  // kBlock * kStrip sums fit the registers
 #else
-constexpr int kLanes = 4, kBlock = 4;
+constexpr int kBlock = 4;
 #endif
 constexpr int kStrip = 3;        // lane vectors that a micro-kernel holds
 constexpr int kTileLanes = 96;   // queries of a tile
 constexpr int kChunk = 32;       // tokens of context between two updates of the softmax; a multiple of kBlock
 constexpr int kCacheLine = 64;
 constexpr float kLowest = -1e30f;  // finite, so that lanes that have seen nothing stay finite
-
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 struct Problem {
   const float *q, *keys, *values;
@@ -79,22 +76,6 @@ struct Chunk {
       for (int64_t h = 0; h < head_dim; h += kCacheLine / 4) __builtin_prefetch(pool + at[i] + h, 0, 2);
   }
 };
-
-// 2^x for x <= 0 to about 1e-7; NaN stays NaN, and everything below -126 counts as -126.
-inline Floats exp2(Floats x) {
-  const Floats least = Floats{} - 126.0f;
-  x = x < least ? least : x;
-  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to an integer, which lies in the low bits
-  const Floats r = x - (shifted - 12582912.0f);
-  Floats y = r * 1.52527336e-5f + 1.54035297e-4f;
-  y = y * r + 1.33335581e-3f;
-  y = y * r + 9.61812910e-3f;
-  y = y * r + 5.55041087e-2f;
-  y = y * r + 2.40226507e-1f;
-  y = y * r + 6.93147181e-1f;
-  y = y * r + 1.0f;
-  return y * (Floats)(((Ints)shifted << 23) + 0x3f800000);
-}
 
 // scores[i][v] = the product of token i's key with lane vector v, for kBlock tokens and V lane vectors.
 template <int V>
@@ -321,8 +302,11 @@ ffi::Error run(ffi::ThreadPool pool, float scale, ffi::Buffer<ffi::F32> q, ffi::
 }
 
 }  // namespace
+}  // namespace jaxpaged
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_paged_attention, run,
+namespace ffi = xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_paged_attention, jaxpaged::run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("scale")

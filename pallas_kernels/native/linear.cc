@@ -1,0 +1,428 @@
+// Products of activations and weights for CPUs, called through XLA's FFI; float32 throughout.
+//
+// Three ways, one micro-kernel: kRows x kVectors vectors of sums stay in registers while the depth runs.
+//   stream   few rows, weights [in, out]: reading the weights is all that counts. Threads take blocks of depth, so that
+//            each reads whole rows of the weights, one after the other as they lie in memory, which gave a third more
+//            bandwidth than columns did. Sums of blocks are added afterwards.
+//   panels   many rows, weights [in, out]: threads take panels of columns, copied so that their lines are neighbours.
+//   by_rows  weights [out, in], as tied embeddings are: lanes hold the rows of x, so that no sum runs across lanes.
+//
+// Every sum is taken in one order: up the depth within a block, then block after block. The blocks depend on the depth
+// alone, so a row's result is bitwise the same whatever other rows, however many, and on however many threads.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "lanes.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxpaged {
+namespace {
+
+namespace ffi = xla::ffi;
+
+#if defined(__AVX512F__)
+constexpr int kRows = 8;  // kRows * kVectors sums, kVectors weights and one input fit the registers
+#else
+constexpr int kRows = 4;
+#endif
+constexpr int kVectors = 3;
+constexpr int kPanel = kVectors * kLanes;      // columns
+constexpr int64_t kFewRows = 32;               // more are computed by panels
+constexpr int64_t kDepth = 384;                // longest block of depth
+constexpr int64_t kMostPanelRows = 256;        // rows that one item of a panel holds
+constexpr int64_t kStreamBytes = 96 * 1024;    // weights between two visits of the same sums; twice that stays cached
+constexpr int64_t kByRowsOut = 256;            // outputs of one item
+constexpr int64_t kSmallFinish = 8192;         // sums that are not worth another thread
+constexpr int kLine = 16;                      // floats of a cache line
+
+int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return div_up(a, b) * b; }
+
+struct Free { void operator()(void* memory) const { std::free(memory); } };
+using Buffer = std::unique_ptr<float, Free>;
+
+Buffer allocate(int64_t floats) {
+  void* memory = std::aligned_alloc(64, round_up(4 * floats, 64));
+  if (!memory) throw std::bad_alloc();
+  return Buffer(static_cast<float*>(memory));
+}
+
+// Where the next weights to be read lie: `width` floats of each row, `stride` floats apart.
+struct Ahead {
+  const float* row;
+  int64_t width, stride, place;
+  int lines;  // per step of depth
+
+  void prefetch() {
+    for (int i = 0; i < lines; ++i) {
+      __builtin_prefetch(row + place, 0, 2);
+      place += kLine;
+      if (place >= width) place = 0, row += stride;
+    }
+  }
+};
+
+enum class Sums { kFresh, kContinued, kAdded };  // from zero; on from `to`; from zero, then added to `to`
+
+// to[r][v] = the sum over the depth of x[r][k] * w[k][v], for R rows and V vectors.
+template <int R, int V, bool fetching>
+void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t depth, float* to,
+              int64_t to_stride, Sums sums, Ahead* ahead) {
+  Floats sum[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = sums == Sums::kContinued ? load(to + r * to_stride + v * kLanes) : Floats{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Floats weights[V];
+    for (int v = 0; v < V; ++v) weights[v] = load(w + k * w_stride + v * kLanes);
+    if (fetching) ahead->prefetch();
+    for (int r = 0; r < R; ++r) {
+      const float input = x[r * x_stride + k];
+      for (int v = 0; v < V; ++v) sum[r][v] += weights[v] * input;
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) {
+      float* at = to + r * to_stride + v * kLanes;
+      store(at, sums == Sums::kAdded ? load(at) + sum[r][v] : sum[r][v]);
+    }
+}
+
+using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, Sums, Ahead*);
+
+template <bool fetching, int R>
+Multiply with_vectors(int vectors) {
+  return vectors == 1 ? multiply<R, 1, fetching> : vectors == 2 ? multiply<R, 2, fetching> : multiply<R, 3, fetching>;
+}
+
+template <bool fetching, int R = kRows>
+Multiply find_multiply(int64_t rows, int vectors) {
+  if constexpr (R > 1) {
+    if (rows < R) return find_multiply<fetching, R - 1>(rows, vectors);
+  }
+  return with_vectors<fetching, R>(vectors);
+}
+
+// y = x @ w (+ addend), or silu(x @ w) * (x @ up).
+struct Product {
+  const float *x, *w, *up, *addend;
+  float* y;
+  int64_t rows, in, out;
+
+  int64_t blocks() const { return std::max<int64_t>(2, div_up(in, kDepth)); }
+  int64_t depth() const { return div_up(in, blocks()); }
+  int64_t padded_out() const { return round_up(out, kLanes); }
+  int matrices() const { return up ? 2 : 1; }
+  const float* matrix(int m) const { return m ? up : w; }
+  int64_t partials() const { return matrices() * blocks() * rows * padded_out(); }
+
+  // Outputs `first` to `last` of one row from its finished sums.
+  void finish(int64_t row, int64_t first, int64_t last, const float* sums, const float* up_sums) const {
+    float* to = y + row * out + first;
+    const float* plus = addend ? addend + row * out + first : nullptr;
+    const int64_t count = last - first;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      Floats value = load(sums + i);
+      if (up) value = silu(value) * load(up_sums + i);
+      if (plus) value += load(plus + i);
+      store(to + i, value);
+    }
+    if (i == count) return;
+    float rest[kLanes];  // sums are padded to whole vectors
+    store(rest, up ? silu(load(sums + i)) * load(up_sums + i) : load(sums + i));
+    for (int64_t j = 0; i < count; ++i, ++j) to[i] = rest[j] + (plus ? plus[i] : 0.0f);
+  }
+};
+
+enum class Way { kStream, kFinish, kPanel, kByRows };
+
+struct Item {
+  Way way;
+  const Product* product;
+  float* partials;             // of the product
+  int64_t block, matrix;       // kStream
+  int64_t column, columns;     // all but kFinish
+  int64_t row, rows;           // kFinish, kPanel
+};
+
+// Copy `depth` rows of a panel so that they are neighbours, zeros where the matrix ends.
+void copy_panel(const float* w, int64_t stride, int64_t depth, int64_t columns, int64_t padded, float* to) {
+  for (int64_t k = 0; k < depth; ++k, w += stride, to += padded) {
+    int64_t c = 0;
+    for (; c + kLanes <= columns; c += kLanes) store(to + c, load(w + c));
+    for (; c < padded; ++c) to[c] = c < columns ? w[c] : 0.0f;
+  }
+}
+
+void stream(const Item& item) {
+  const Product& p = *item.product;
+  const int64_t padded = p.padded_out(), groups = div_up(p.rows, kRows);
+  const int64_t first = item.block * p.depth(), last = std::min(p.in, first + p.depth());
+  const int64_t step = std::max<int64_t>(8, kStreamBytes / (4 * item.columns) / 8 * 8);
+  const float* w = p.matrix(item.matrix) + item.column;
+  float* sums = item.partials + (item.matrix * p.blocks() + item.block) * p.rows * padded + item.column;
+  if (first >= last) {  // a depth of one
+    for (int64_t row = 0; row < p.rows; ++row) std::memset(sums + row * padded, 0, 4 * item.columns);
+    return;
+  }
+  Buffer rest;
+  for (int64_t k = first; k < last; k += step) {
+    const int64_t depth = std::min(step, last - k);
+    Ahead ahead{w + (k + depth) * p.out, item.columns, p.out, 0, 0};
+    for (int64_t c = 0; c < item.columns; c += kPanel) {
+      const int64_t columns = std::min<int64_t>(kPanel, item.columns - c);
+      const int vectors = static_cast<int>(div_up(columns, kLanes));
+      const float* from = w + k * p.out + c;
+      int64_t stride = p.out;
+      if (columns % kLanes) {
+        if (!rest) rest = allocate(step * kPanel);
+        copy_panel(from, p.out, depth, columns, vectors * kLanes, rest.get());
+        from = rest.get(), stride = vectors * kLanes;
+      }
+      const int lines = static_cast<int>(div_up(columns, kLine));
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t row = g * kRows, rows = std::min<int64_t>(kRows, p.rows - row);
+        // Spread over the first groups, so that the memory is never waited for nor idle.
+        ahead.lines = groups == 1 ? lines : groups == 2 ? (g ? lines / 2 : lines - lines / 2) : g < lines;
+        const Multiply run = ahead.lines ? find_multiply<true>(rows, vectors) : find_multiply<false>(rows, vectors);
+        run(p.x + row * p.in + k, p.in, from, stride, depth, sums + row * padded + c, padded,
+            k == first ? Sums::kFresh : Sums::kContinued, &ahead);
+      }
+    }
+  }
+}
+
+void finish(const Item& item) {
+  const Product& p = *item.product;
+  const int64_t padded = p.padded_out(), size = p.rows * padded;
+  for (int64_t row = item.row; row < item.row + item.rows; ++row)
+    for (int m = 0; m < p.matrices(); ++m) {
+      float* sums = item.partials + m * p.blocks() * size + row * padded;
+      for (int64_t block = 1; block < p.blocks(); ++block)
+        for (int64_t c = 0; c < padded; c += kLanes) store(sums + c, load(sums + c) + load(sums + block * size + c));
+      if (m + 1 == p.matrices()) p.finish(row, 0, p.out, item.partials + row * padded, sums);
+    }
+}
+
+void panel(const Item& item, int64_t threads, float* scratch) {
+  const Product& p = *item.product;
+  const int vectors = static_cast<int>(div_up(item.columns, kLanes));
+  const int64_t groups = div_up(item.rows, kRows), width = vectors * kLanes;
+  float *copy = scratch, *sums = scratch + kDepth * kPanel;
+  for (int m = 0; m < p.matrices(); ++m, sums += kMostPanelRows * kPanel)
+    for (int64_t block = 0; block < p.blocks(); ++block) {
+      const int64_t first = block * p.depth(), depth = std::min(p.in, first + p.depth()) - first;
+      if (depth <= 0) continue;
+      const float* w = p.matrix(m) + first * p.out + item.column;
+      copy_panel(w, p.out, depth, item.columns, width, copy);
+      // The same panel's next block, or what is likely to be this thread's next panel.
+      Ahead ahead{w + depth * p.out, width, p.out, 0, 1};
+      if (first + depth == p.in) ahead.row = p.matrix(m) + (item.column + threads * kPanel) % p.out;
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t row = g * kRows, rows = std::min<int64_t>(kRows, item.rows - row);
+        const Multiply run = g < kVectors ? find_multiply<true>(rows, vectors) : find_multiply<false>(rows, vectors);
+        run(p.x + (item.row + row) * p.in + first, p.in, copy, width, depth, sums + row * kPanel, kPanel,
+            block ? Sums::kAdded : Sums::kFresh, &ahead);
+      }
+    }
+  sums = scratch + kDepth * kPanel;
+  for (int64_t row = 0; row < item.rows; ++row)
+    p.finish(item.row + row, item.column, item.column + item.columns, sums + row * kPanel,
+             sums + (kMostPanelRows + row) * kPanel);
+}
+
+// Here the weights are what a micro-kernel has few of, and lanes are rows of x, which come transposed: [in][padded].
+void by_rows(const Item& item, const float* x) {
+  const Product& p = *item.product;
+  const int64_t padded = round_up(p.rows, kLanes), last = item.column + item.columns;
+  float sums[kRows * kPanel];
+  for (int64_t n = item.column; n < last; n += kRows) {
+    const int64_t count = std::min<int64_t>(kRows, last - n);
+    Ahead ahead{p.w + std::min(n + 2 * kRows, p.out - 1) * p.in, p.in, p.in, 0, 1};
+    for (int64_t first = 0; first < p.rows; first += kPanel) {
+      const int64_t rows = std::min<int64_t>(kPanel, p.rows - first);
+      const int vectors = static_cast<int>(div_up(rows, kLanes));
+      const Multiply run = first ? find_multiply<false>(count, vectors) : find_multiply<true>(count, vectors);
+      run(p.w + n * p.in, p.in, x + first, padded, p.in, sums, kPanel, Sums::kFresh, &ahead);
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < count; ++i) p.y[(first + row) * p.out + n + i] = sums[i * kPanel + row];
+    }
+  }
+}
+
+// What the threads of one call share. A helper that starts late finds no items and touches nothing else, so the caller
+// waits for items, never for threads, and cannot deadlock with a busy pool.
+class Call {
+ public:
+  explicit Call(int64_t threads) : threads_(threads) {}
+
+  // Weights [in, out]. All products are over the same rows.
+  void plan(std::vector<Product> products) {
+    products_ = std::move(products);
+    if (products_[0].rows > kFewRows) {
+      for (const Product& p : products_) plan_panels(p);
+      sorted_ = items_.size();
+      return;
+    }
+    int64_t floats = 0, jobs = 0;
+    for (const Product& p : products_) floats += p.partials(), jobs += p.matrices() * p.blocks();
+    memory_ = allocate(floats);
+    float* partials = memory_.get();
+    for (const Product& p : products_) {
+      // Whole rows where that gives every thread something to do.
+      const int64_t columns = round_up(div_up(p.out, div_up(threads_, jobs)), kPanel);
+      for (int64_t m = 0; m < p.matrices(); ++m)
+        for (int64_t block = 0; block < p.blocks(); ++block)
+          for (int64_t c = 0; c < p.out; c += columns)
+            items_.push_back({Way::kStream, &p, partials, block, m, c, std::min(columns, p.out - c), 0, 0});
+      partials += p.partials();
+    }
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+      return a.columns * a.product->depth() > b.columns * b.product->depth();
+    });
+    sorted_ = items_.size();
+    partials = memory_.get();
+    for (const Product& p : products_) {
+      const int64_t pieces = p.rows * p.out < kSmallFinish ? 1 : std::min(threads_, p.rows);
+      for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t row = p.rows * i / pieces;
+        items_.push_back({Way::kFinish, &p, partials, 0, 0, 0, 0, row, p.rows * (i + 1) / pieces - row});
+      }
+      partials += p.partials();
+    }
+  }
+
+  // Weights [out, in].
+  void plan_by_rows(const Product& product) {
+    products_ = {product};
+    const Product& p = products_[0];
+    const int64_t padded = round_up(p.rows, kLanes);
+    memory_ = allocate(p.in * padded);
+    for (int64_t k = 0; k < p.in; ++k)
+      for (int64_t row = 0; row < padded; ++row)
+        memory_.get()[k * padded + row] = row < p.rows ? p.x[row * p.in + k] : 0.0f;
+    for (int64_t n = 0; n < p.out; n += kByRowsOut)
+      items_.push_back({Way::kByRows, &p, nullptr, 0, 0, n, std::min(kByRowsOut, p.out - n), 0, 0});
+    sorted_ = items_.size();
+  }
+
+  void work() {
+    Buffer scratch;
+    for (size_t mine; (mine = taken_.fetch_add(1)) < items_.size(); done_.fetch_add(1, std::memory_order_release)) {
+      const Item& item = items_[mine];
+      if (item.way == Way::kFinish) wait_for(sorted_);
+      if (item.way == Way::kPanel && !scratch) scratch = allocate((kDepth + 2 * kMostPanelRows) * kPanel);
+      switch (item.way) {
+        case Way::kStream: stream(item); break;
+        case Way::kFinish: finish(item); break;
+        case Way::kPanel: panel(item, threads_, scratch.get()); break;
+        case Way::kByRows: by_rows(item, memory_.get()); break;
+      }
+    }
+  }
+
+  // At most one item of each other thread is left: too short to sleep for.
+  void wait_for_all() { wait_for(items_.size()); }
+
+  size_t num_items() const { return items_.size(); }
+
+ private:
+  void plan_panels(const Product& p) {
+    const int64_t columns = div_up(p.out, kPanel);
+    int64_t rows = std::min(p.rows, kMostPanelRows);
+    while (columns * div_up(p.rows, rows) < 2 * threads_ && rows > 8 * kRows) rows = round_up(rows / 2, kRows);
+    for (int64_t row = 0; row < p.rows; row += rows)
+      for (int64_t c = 0; c < p.out; c += kPanel)
+        items_.push_back({Way::kPanel, &p, nullptr, 0, 0, c, std::min<int64_t>(kPanel, p.out - c), row,
+                          std::min(rows, p.rows - row)});
+  }
+
+  void wait_for(size_t count) {
+    while (done_.load(std::memory_order_acquire) < count) std::this_thread::yield();
+  }
+
+  int64_t threads_;
+  std::vector<Product> products_;
+  std::vector<Item> items_;
+  size_t sorted_ = 0;  // items before the finishing ones
+  Buffer memory_;      // partial sums, or x transposed
+  std::atomic<size_t> taken_{0}, done_{0};
+};
+
+void run_on(ffi::ThreadPool& pool, const std::shared_ptr<Call>& call) {
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), call->num_items()) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([call] { call->work(); });
+  call->work();
+  call->wait_for_all();
+}
+
+ffi::Error linear(ffi::ThreadPool pool, bool adds, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs more,
+                  ffi::RemainingRets results) {
+  std::vector<Product> products;
+  const float* addend = adds ? more.get<ffi::Buffer<ffi::F32>>(0)->typed_data() : nullptr;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto w = *more.get<ffi::Buffer<ffi::F32>>(i + adds);
+    auto y = *results.get<ffi::Buffer<ffi::F32>>(i);
+    products.push_back({x.typed_data(), w.typed_data(), nullptr, addend, y->typed_data(), x.dimensions()[0],
+                        w.dimensions()[0], w.dimensions()[1]});
+  }
+  auto call = std::make_shared<Call>(pool.num_threads());
+  call->plan(std::move(products));
+  run_on(pool, call);
+  return ffi::Error::Success();
+}
+
+ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> gate, ffi::Buffer<ffi::F32> up,
+                 ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  auto call = std::make_shared<Call>(pool.num_threads());
+  call->plan({{x.typed_data(), gate.typed_data(), up.typed_data(), nullptr, y->typed_data(), x.dimensions()[0],
+               gate.dimensions()[0], gate.dimensions()[1]}});
+  run_on(pool, call);
+  return ffi::Error::Success();
+}
+
+ffi::Error transposed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
+                      ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  auto call = std::make_shared<Call>(pool.num_threads());
+  call->plan_by_rows({x.typed_data(), w.typed_data(), nullptr, nullptr, y->typed_data(), x.dimensions()[0],
+                      w.dimensions()[1], w.dimensions()[0]});
+  run_on(pool, call);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxpaged
+
+namespace ffi = xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_linear, jaxpaged::linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<bool>("adds")
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // x [T, in]
+                                  .RemainingArgs()               // with `adds` the addend [T, out]; weights [in, out]
+                                  .RemainingRets());             // [T, out] for each of the weights
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_gated, jaxpaged::gated,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // x [T, in]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // gate [in, out]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // up [in, out]
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_transposed, jaxpaged::transposed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // x [T, in]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // weights [out, in]
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]

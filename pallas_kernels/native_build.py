@@ -1,0 +1,105 @@
+"""Native CPU kernels as XLA custom calls: compiled once per machine with the system's C++ compiler, and registered.
+
+Programs that use one can be compiled, or read from JAX's persistent cache, only after that.
+"""
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.resources
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+_HEADER = "lanes.h"
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+          "-shared", "-pthread", "-w")
+_LONGEST_COMPILATION = 120  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKernel:
+    """One source file in `native/`, and its custom calls: names in the registry, and the library's symbols."""
+
+    source: str
+    targets: tuple[str, ...]
+
+
+def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = ()) -> str | None:
+    """Compile the kernels into `folder`, unless they are there already, and register them.
+
+    Args:
+        flags: more of them for the compiler, such as `-mno-avx512f`.
+
+    Returns:
+        None if all can be used now, else why not, in one line.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        return f"no C++ compiler on PATH ({', '.join(_COMPILERS)})"
+    try:
+        version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=60).stdout
+        with ThreadPoolExecutor() as threads:
+            jobs = [threads.submit(_library, folder, kernel, compiler, version, flags) for kernel in kernels]
+            libraries = [job.result() for job in jobs]
+        for kernel, library in zip(kernels, libraries, strict=True):
+            _register(library, kernel.targets)
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
+        return f"{compiler} failed: {lines[0] if lines else f'exit code {error.returncode}'}"
+    except subprocess.TimeoutExpired:
+        return f"{compiler} did not finish in {_LONGEST_COMPILATION} s"
+    except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _library(folder: Path, kernel: NativeKernel, compiler: str, version: bytes, flags: Sequence[str]) -> Path:
+    """The kernel's library, compiled now if need be.
+
+    Its name changes with everything that it depends on: the home directory may serve many machines.
+    """
+    native = importlib.resources.files("jaxpaged.pallas_kernels").joinpath("native")
+    files = {name: native.joinpath(name).read_bytes() for name in (kernel.source, _HEADER)}
+    command = [compiler, *_FLAGS, *flags]
+    parts = (*files.values(), " ".join(command).encode(), version, importlib.metadata.version("jaxlib").encode(),
+             _cpu())
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    library = folder / f"{Path(kernel.source).stem}-{key}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            for name, content in files.items():
+                Path(temporary, name).write_bytes(content)
+            code, made = Path(temporary, kernel.source), Path(temporary, "made.so")
+            command += ["-isystem", jax.ffi.include_dir(), str(code), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_COMPILATION)
+            os.replace(made, library)  # whole or not at all, whoever else compiles it now
+    return library
+
+
+def _cpu() -> bytes:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_bytes().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith((b"flags", b"Features"))), platform.processor().encode())
+
+
+def _register(library: Path, targets: Sequence[str]) -> None:
+    jax.devices("cpu")  # before the backend starts, registrations are only noted, and their errors come later
+    loaded = ctypes.CDLL(str(library))
+    for target in targets:
+        try:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform="cpu")
+        except jax.errors.JaxRuntimeError as error:
+            # This process has it from another folder already, which is as good: both are made from the same source.
+            if "duplicate" not in str(error).lower():
+                raise
