@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxpaged.beam_search import BeamSearches
 from jaxpaged.config import EngineConfig
 from jaxpaged.constraints import Constraints
 from jaxpaged.errors import ContextLengthError, RequestError
@@ -67,6 +68,7 @@ class Engine:
         self._constraints = Constraints(
             lambda: _load_tokenizer(config), eos_token_ids=ready.info.eos_token_ids,
             vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits)
+        self._beams = BeamSearches()
         self._seed = config.seed
         self._num_seeded = 0
         self._in_flight: StepInFlight | None = None
@@ -85,20 +87,27 @@ class Engine:
         Raises:
             RequestError: its id is live already, or it can never fit.
         """
-        if self._scheduler.is_live(request.request_id):
+        if self._scheduler.is_live(request.request_id) or self._beams.is_live(request.request_id):
             raise RequestError("a request with this id is already running", param="request_id")
         length = len(request.prompt_token_ids) + request.max_tokens
         room = min(self.info.max_model_len, self._allocator.num_usable * self.info.block_size)
         if not request.prompt_token_ids or length > room:
             raise ContextLengthError(f"prompt and max_tokens need {length} tokens, the context holds {room}",
                                      code="context_length_exceeded")
+        if request.params.use_beam_search:
+            for item in self._beams.add(request):
+                self._scheduler.add(dataclasses.replace(item, seed=0))
+            return
         if request.seed is None:
             request = dataclasses.replace(request, seed=self._next_seed())
         self._scheduler.add(request, None if request.grammar is None else self._constraints.begin(request.grammar))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; the next step delivers their last delta. Unknown ids are ignored."""
-        self._undelivered += self._scheduler.abort(request_ids)
+        request_ids = list(request_ids)
+        deltas, inside = self._beams.abort(request_ids)
+        self._undelivered += deltas + self._scheduler.abort(request_ids)
+        self._scheduler.abort(inside)
 
     def has_work(self) -> bool:
         """Whether `step` would do or deliver anything."""
@@ -117,7 +126,7 @@ class Engine:
             self._constraints.wait(_CONSTRAINT_SECONDS)  # there is nothing else that the requests could wait for
         deltas, self._undelivered = self._undelivered, []
         if self._in_flight is not None:
-            deltas += self._collect(self._in_flight)
+            deltas += self._with_beams(self._collect(self._in_flight))
         self._in_flight = dispatched
         stats = self.stats()
         self._stats = dataclasses.replace(self._stats, step_seconds=(), step_tokens=())
@@ -181,6 +190,16 @@ class Engine:
         )
         return self._scheduler.update(running.step, sampled, running.sampled_logprobs(),
                                       [rows.read() for rows in running.scored])
+
+    def _with_beams(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """Deltas for outside; those of beam searches lead to further requests inside."""
+        if not self._beams:
+            return deltas
+        outside, requests, gone = self._beams.take(deltas)
+        self._scheduler.abort(gone)
+        for request in requests:
+            self._scheduler.add(dataclasses.replace(request, seed=0))
+        return outside
 
     def _note_idle_device(self) -> None:
         """Count the time in which the device had nothing although there was work."""

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.beam_search import num_candidates
 from jaxpaged.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
 from jaxpaged.messages import EngineRequest
 from jaxpaged.output_processor import sequence_ids
-from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, StructuredOutputsParams
+from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BEAM_CANDIDATES, SamplingParams, StructuredOutputsParams
 from jaxpaged.structured_outputs import GrammarChecker, grammar_of
 from jaxpaged.tokenizer import Tokenizer
 
@@ -116,6 +117,8 @@ class InputProcessor:
         grammar = self._grammar(params.structured_outputs)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
+        if params.use_beam_search:
+            _check_beams(params, len(stop_token_ids))
         seed = None if params.seed is None else params.seed % 2**64
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         ids_of_choices = sequence_ids(request_id, params.n)
@@ -282,6 +285,16 @@ class InputProcessor:
         if self._tokenizer is None:
             raise RequestError("there is no tokenizer; give token ids", param=param)
         return self._tokenizer
+
+
+def _check_beams(params: SamplingParams, num_end_ids: int) -> None:
+    if params.has_processors or params.structured_outputs is not None or params.prompt_logprobs is not None:
+        raise RequestError("use_beam_search goes with neither penalties, biases, min_tokens and word lists nor "
+                           "structured_outputs and prompt_logprobs; leave these out", param="use_beam_search")
+    width = params.best_of or params.n
+    if num_candidates(width, num_end_ids) > MAX_BEAM_CANDIDATES:
+        most = MAX_BEAM_CANDIDATES // num_candidates(1, num_end_ids)
+        raise RequestError(f"a beam search has at most {most} beams here", param="best_of" if params.best_of else "n")
 
 
 def check_cache_salt(salt: object) -> None:

@@ -149,9 +149,29 @@ class LLM:
         self._live_engine().reset_prefix_cache()
         return True
 
-    def beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported yet."""
-        raise NotSupportedError("beam_search is not supported yet")
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        ignore_eos: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The most probable continuations of prompts, as far as a beam search finds them.
+
+        Args:
+            beam_width: sequences followed at once, and returned.
+            length_penalty, early_stopping: see `SamplingParams`.
+
+        Returns:
+            One output per prompt, its choices the best first, each with `cumulative_logprob`.
+        """
+        params = SamplingParams(
+            n=beam_width, use_beam_search=True, max_tokens=max_tokens, length_penalty=length_penalty,
+            early_stopping=early_stopping, ignore_eos=ignore_eos, logprobs=0, temperature=0)
+        return self.generate(prompts, params, use_tqdm)
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported yet."""

@@ -9,6 +9,8 @@ from typing import Any
 from jaxpaged.errors import NotSupportedError, RequestError
 
 MAX_N = 128
+MAX_LENGTH_PENALTY = 10
+MAX_BEAM_CANDIDATES = 32  # continuations of each beam
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
@@ -93,6 +95,11 @@ class SamplingParams:
         bad_words: at most 128 texts that must not come in the output, as the tokenizer spells them, with and without a
             space before, in at most 16 tokens.
         detokenize: False leaves `text` empty and takes no stop strings.
+        use_beam_search: the n best of `best_of` beams (n if not given) instead of samples; temperature and the like do
+            not count then.
+        length_penalty: a beam's score is divided by its length to this power.
+        early_stopping: True ends a search with its first `best_of` results, False once no running beam can become
+            better at its present length, "never" once none can at any length.
         expected_output_tokens: how long the answer will be, as far as the caller knows; orders requests under
             `--scheduling-policy predicted`.
         structured_outputs: what the text must look like; it ends where nothing may follow.
@@ -127,6 +134,9 @@ class SamplingParams:
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     bad_words: list[str] | tuple[str, ...] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     expected_output_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -154,10 +164,13 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        _check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError('early_stopping must be true, false or "never"', param="early_stopping")
         if self.expected_output_tokens is not None:
             _check_int("expected_output_tokens", self.expected_output_tokens, 1, None)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-                     "include_stop_str_in_output"):
+                     "include_stop_str_in_output", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", param=name)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
@@ -200,6 +213,8 @@ class SamplingParams:
             NotSupportedError: names the first such field.
         """
         for item in fields(self):
+            if item.name == "best_of" and self.use_beam_search:
+                continue
             if item.name in _NOT_SUPPORTED and getattr(self, item.name) != item.default:
                 raise NotSupportedError(f"{item.name} is not supported yet; leave it out", param=item.name)
 

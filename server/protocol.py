@@ -24,7 +24,7 @@ MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow
 
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
+    "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "documents": ([],), "chat_template": (), "truncate_prompt_tokens": (),
     "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
@@ -93,6 +93,9 @@ class _Request(Body):
     bad_words: list[str] | None = None
     expected_output_tokens: int | None = None
     add_special_tokens: bool | None = None
+    use_beam_search: bool | None = Field(None, description="the n best of best_of beams instead of samples")
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     response_format: dict[str, Any] | None = Field(
         None, description="an object with type text, json_object, or json_schema and a schema")

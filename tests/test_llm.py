@@ -212,7 +212,7 @@ def test_what_is_not_supported_yet_says_so(llm: LLM) -> None:
     for field, value in fields.items():
         with pytest.raises(NotSupportedError, match=f"{field} is not supported yet"):
             llm.generate([[1]], SamplingParams(**{field: value}), use_tqdm=False)
-    for call in (llm.beam_search, llm.embed):
+    for call in (llm.embed,):
         with pytest.raises(NotSupportedError, match="not supported yet"):
             call(["x"])
 

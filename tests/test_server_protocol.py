@@ -82,9 +82,9 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
 
 @pytest.mark.parametrize(("field", "value"), [
     ("suffix", "x"),
-    ("use_beam_search", True), ("structured_outputs", {"whitespace_pattern": "a"}),
+    ("structured_outputs", {"whitespace_pattern": "a"}),
     ("functions", [{}]), ("truncate_prompt_tokens", 5),
-    ("chat_template", "{{x}}"), ("best_of", 2), ("early_stopping", True),
+    ("chat_template", "{{x}}"), ("best_of", 2),
 ])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_what_is_known_but_not_supported_is_named(kind: Any, field: str, value: Any) -> None:
@@ -298,3 +298,11 @@ def test_merging_keeps_the_newest_state() -> None:
     assert merged.finished
     assert [(choice.index, choice.text, choice.token_ids, choice.finish_reason) for choice in merged.outputs] == [
         (0, "y", (2,), None), (1, "xz", (1, 3), "stop")]
+
+
+def test_beam_search_in_a_request() -> None:
+    body = BodyReader().read(CompletionRequest, b'{"prompt": "a", "use_beam_search": true, "n": 2, "best_of": 4, '
+                                                b'"length_penalty": 0.5, "early_stopping": "never"}')
+    params = body.sampling_params(16, {})
+    assert params.use_beam_search and (params.n, params.best_of) == (2, 4)
+    assert (params.length_penalty, params.early_stopping) == (0.5, "never")
