@@ -14,7 +14,7 @@ from jaxpaged.errors import ContextLengthError, RequestError
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.programs import Params
 from jaxpaged.loading.hub import resolve_model
-from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, TokenDelta
+from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
 from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.policy import POLICIES
@@ -148,6 +148,10 @@ class Engine:
             blocks_swapped_in=self._scheduler.num_swapped[1],
             compilations=self._runner.num_compiled,
         )
+
+    def pool_state(self) -> PoolState:
+        """What every KV block is used for now."""
+        return PoolState(self._allocator.letters())
 
     def update_weights(self, params: Mapping[Any, Any]) -> None:
         """Use other weights from the next step on.

@@ -4,9 +4,17 @@ from collections.abc import Callable, Iterable
 
 from jaxpaged.engine import Engine
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import AbortRequests, EngineOutputs, EngineRequest, ResetPrefixCache, Shutdown, TokenDelta
+from jaxpaged.messages import (
+    AbortRequests,
+    DescribePool,
+    EngineOutputs,
+    EngineRequest,
+    ResetPrefixCache,
+    Shutdown,
+    TokenDelta,
+)
 
-Message = EngineRequest | AbortRequests | ResetPrefixCache | Shutdown
+Message = EngineRequest | AbortRequests | ResetPrefixCache | DescribePool | Shutdown
 
 
 def run_engine_loop(
@@ -20,6 +28,7 @@ def run_engine_loop(
     """
     while True:
         refused: list[TokenDelta] = []
+        describe = False
         for message in receive(not engine.has_work()):
             if isinstance(message, Shutdown):
                 return
@@ -29,11 +38,15 @@ def run_engine_loop(
             if isinstance(message, ResetPrefixCache):
                 engine.reset_prefix_cache()
                 continue
+            if isinstance(message, DescribePool):
+                describe = True
+                continue
             try:
                 engine.add_request(message)
             except RequestError as error:
                 refused.append(TokenDelta(message.request_id, (), finish_reason="error", error=str(error)))
         outputs = engine.step() if engine.has_work() else EngineOutputs((), engine.stats())
-        if refused:
-            outputs = EngineOutputs((*refused, *outputs.deltas), outputs.stats)
+        if refused or describe:
+            pool = engine.pool_state() if describe else None
+            outputs = EngineOutputs((*refused, *outputs.deltas), outputs.stats, pool)
         send(outputs)

@@ -58,6 +58,11 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class DescribePool:
+    """Ask for a PoolState, which comes with the next outputs; nothing is kept or counted while nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Finish nothing more and end the loop."""
 
@@ -163,11 +168,26 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolState:
+    """What every KV block is used for at one moment.
+
+    Attributes:
+        blocks: a letter for each block but the null block: f free, o owned by one request, s shared by several,
+            c free with content that a later request may share.
+        swapped: blocks of waiting requests that lie in host memory.
+    """
+
+    blocks: str
+    swapped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOutputs:
     """One batch from the engine: what each sequence gained, and the state after it."""
 
     deltas: tuple[TokenDelta, ...]
     stats: EngineStats
+    pool: PoolState | None = None
 
 
 @dataclass(frozen=True, slots=True)

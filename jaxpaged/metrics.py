@@ -53,6 +53,7 @@ class Metrics:
         self._prefix_caching = prefix_caching
         self._seen: dict[str, float] = {}
         self._prompt_tokens = self._generation_tokens = 0
+        self._first_tokens, self._first_token_seconds = 0, 0.0
         self._last_log: tuple[float, int, int] = (time.monotonic(), 0, 0)
         self._stats = EngineStats()
         self._live: dict[str, _Live] = {}
@@ -169,6 +170,8 @@ class Metrics:
                 self._queries.inc(live.prompt_tokens)
                 self._hits.inc(cached_tokens)
             _observe(self._first_token, now - live.arrival_time)
+            self._first_tokens += 1
+            self._first_token_seconds += now - live.arrival_time
         last = live.last_times.get(choice)
         if last is not None:
             for _ in range(count):
@@ -213,6 +216,13 @@ class Metrics:
             for name, value in parts.items():
                 values[name] = values.get(name, 0.0) + value
         return values
+
+    def activity(self) -> dict[str, float]:
+        """Who runs and waits now, and totals so far, for a reader that looks again and takes differences."""
+        stats = self._stats
+        return {"running": stats.num_running, "waiting": stats.num_waiting, "preemptions": stats.num_preemptions,
+                "prompt_tokens": self._prompt_tokens, "generation_tokens": self._generation_tokens,
+                "first_tokens": self._first_tokens, "first_token_seconds": self._first_token_seconds}
 
     def log_line(self, now: float) -> str | None:
         """A line about the time since the last call, or None if nothing happened and nothing is under way."""

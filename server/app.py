@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from jaxpaged import __version__
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.input_processor import InputProcessor, ProcessedRequest
+from jaxpaged.messages import EngineInfo
 from jaxpaged.metrics import Metrics
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.args import ServerConfig
@@ -24,8 +25,10 @@ from jaxpaged.server.chat_answer import ChoiceReader
 from jaxpaged.server.chat_tools import choose_tools
 from jaxpaged.server.echo import Echo
 from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
+from jaxpaged.server.engine_state import engine_state
 from jaxpaged.server.gate import Gate, route_path
 from jaxpaged.server.logprob_shapes import LogprobShape
+from jaxpaged.server.page import page_response
 from jaxpaged.server.parsers.registry import reasoning_grammar
 from jaxpaged.server.protocol import (
     AnswerShape,
@@ -62,21 +65,22 @@ class Api:
         inputs: checks and tokenises prompts.
         metrics: of the engine.
         names: the served model's names; the first is the main one.
-        max_model_len: tokens of the context.
+        info: of the engine.
         defaults: the model's own sampling parameters.
         tokenizer: spells the tokens of log probabilities.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *,
-                 names: Sequence[str], max_model_len: int, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+                 names: Sequence[str], info: EngineInfo, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> None:
         self.config = config
         self._client, self._inputs, self._metrics = client, inputs, metrics
-        self._names, self._max_model_len, self._defaults = tuple(names), max_model_len, defaults
+        self._names, self._info, self._defaults = tuple(names), info, defaults
         self._tokenizer = tokenizer
         self._created = int(time.time())
         self._bodies = BodyReader()
-        self._token_routes = TokenRoutes(inputs, tokenizer, max_model_len)
+        self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len)
         self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
+        self._page = page_response()
         self._refusal: str | None = None
 
     def refuse(self, reason: str) -> None:
@@ -100,6 +104,22 @@ class Api:
         """Metrics for Prometheus."""
         text, content_type = self._metrics.exposition(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
+
+    async def page(self, request: Request) -> Response:
+        """A page to chat with the model and to watch the engine."""
+        return self._page
+
+    async def engine_state(self, request: Request) -> Response:
+        """The block pool, block by block, and what the engine is busy with."""
+        self._check_serving()
+        pool = await self._client.pool_state()
+        return json_response(to_json(engine_state(self._names[0], self._info, pool, self._metrics)))
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Share nothing that has been computed so far with requests that come later."""
+        self._check_serving()
+        self._client.reset_prefix_cache()
+        return Response(b"")
 
     async def models(self, request: Request) -> Response:
         """The names of the model."""
@@ -228,7 +248,7 @@ class Api:
 
     def _card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "jaxpaged",
-                "root": self._names[0], "parent": None, "max_model_len": self._max_model_len}
+                "root": self._names[0], "parent": None, "max_model_len": self._info.max_model_len}
 
 
 def make_app(api: Api) -> FastAPI:
@@ -242,11 +262,15 @@ def make_app(api: Api) -> FastAPI:
         schema = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
         app.add_api_route(path, route, methods=["POST"], openapi_extra={"requestBody": schema})
     for path, route in (("/v1/models", api.models), ("/v1/models/{name:path}", api.model), ("/health", api.health),
-                        ("/ping", api.health), ("/version", api.version), ("/metrics", api.metrics)):
+                        ("/ping", api.health), ("/version", api.version), ("/metrics", api.metrics),
+                        ("/engine/state", api.engine_state)):
         app.add_api_route(path, route, methods=["GET"])
+    app.add_api_route("/", api.page, methods=["GET"], include_in_schema=False)
+    if api.config.enable_reset_prefix_cache:
+        app.add_api_route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"])
     app.add_api_route("/health", api.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
-    for path, method in (("/v1/embeddings", "POST"), ("/", "GET")):
+    for path, method in (("/v1/embeddings", "POST"),):
         app.add_api_route(path, api.not_supported, methods=[method], include_in_schema=False)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)

@@ -45,7 +45,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = _flag((), "names that requests may use for the model (default: as given)",
                                                metavar="NAME")
     api_key: tuple[str, ...] = _flag((), "keys of which requests must send one as a bearer token; every route "
-                                     "but /health and /ping asks for it", metavar="KEY", show=False)
+                                     "but /health, /ping and the page at / asks for it", metavar="KEY", show=False)
     ssl_keyfile: str | None = _flag(None, "private key for https", metavar="FILE")
     ssl_certfile: str | None = _flag(None, "certificate for https", metavar="FILE")
     allowed_origins: tuple[str, ...] = _flag(("*",), "origins of web pages that may call the API, or a JSON list",
@@ -61,6 +61,7 @@ class ServerConfig:
     disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
     enable_log_requests: bool = _flag(False, "log the sizes and sampling parameters of each request, never its text")
     disable_log_stats: bool = _flag(False, "no statistics in the log every 10 seconds")
+    enable_reset_prefix_cache: bool = _flag(False, "offer POST /reset_prefix_cache")
     chat_template_timeout: float = _flag(10.0, "seconds that the chat template may take on one conversation",
                                          metavar="SECONDS")
     enable_auto_tool_choice: bool = _flag(False, "let the model call tools of its own accord; needs --tool-call-parser")

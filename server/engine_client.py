@@ -16,7 +16,16 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import EngineDeadError, JaxpagedError, OverloadedError, RequestError
 from jaxpaged.input_processor import ProcessedRequest
-from jaxpaged.messages import AbortRequests, EngineFailure, EngineInfo, EngineOutputs, Shutdown
+from jaxpaged.messages import (
+    AbortRequests,
+    DescribePool,
+    EngineFailure,
+    EngineInfo,
+    EngineOutputs,
+    PoolState,
+    ResetPrefixCache,
+    Shutdown,
+)
 from jaxpaged.metrics import Metrics
 from jaxpaged.output_processor import OutputProcessor
 from jaxpaged.outputs import CompletionOutput, RequestOutput
@@ -25,6 +34,7 @@ from jaxpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+POOL_STATE_SECONDS = 0.25  # a state of the pool is told again for so long
 _MOST_UNMERGED = 64  # parts of a request that wait unread; merging each one as it comes would cost quadratic time
 
 
@@ -137,6 +147,8 @@ class EngineClient:
         self._last_seen = time.monotonic()
         self._ended: str | None = None
         self._closing = False
+        self._pool: asyncio.Future[PoolState] | None = None
+        self._pool_time = 0.0
         self._unfinished = 0
         self._streams: dict[str, OutputStream] = {}
         for target in (self._receive, self._send):
@@ -226,6 +238,25 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.fail(error)
 
+    def reset_prefix_cache(self) -> None:
+        """Share nothing that has been computed so far with requests that come later."""
+        self._outbox.put([ResetPrefixCache()])
+
+    async def pool_state(self) -> PoolState:
+        """What every KV block is used for; callers at the same time, and soon after one another, get the same answer.
+
+        Raises:
+            EngineDeadError: the engine has ended or does not answer.
+        """
+        if self._pool is None or (self._pool.done() and time.monotonic() - self._pool_time > POOL_STATE_SECONDS):
+            self._pool = self._loop.create_future()
+            self._outbox.put([DescribePool()])
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.shield(self._pool)
+        except TimeoutError:
+            raise EngineDeadError(self.fault() or "the engine does not answer") from None
+
     async def wait_until_idle(self, timeout: float) -> None:
         """Wait until no call is admitted any more, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
@@ -278,6 +309,9 @@ class EngineClient:
             self._ready.set_result(message)
             return
         now = time.monotonic()
+        if message.pool is not None and self._pool is not None and not self._pool.done():
+            self._pool_time = now
+            self._pool.set_result(message.pool)
         done = self._processor.process(message.deltas, now)
         self._metrics.record_stats(message.stats)
         self._metrics.record_outputs(done, now)
@@ -301,4 +335,6 @@ class EngineClient:
             return
         logger.error("the engine has ended: %s", reason)
         self.fail_all(EngineDeadError(reason))
+        if self._pool is not None and not self._pool.done():
+            self._pool.set_exception(EngineDeadError(reason))
         self._on_death()

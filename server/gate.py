@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.server.protocol import error_json
 
-OPEN_ROUTES = frozenset({"/health", "/ping"})
+OPEN_ROUTES = frozenset({"/health", "/ping", "/"})  # the page asks for the key itself
 MAX_ECHOED_ID_BYTES = 256
 
 

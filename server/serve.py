@@ -124,7 +124,7 @@ class _Server:
                                                 timeout=self._config.chat_template_timeout)
             tokenizer.render_chat_template = self._templates.render
         self._api = Api(self._config, self._client, inputs, self._metrics, names=names, defaults=defaults,
-                        max_model_len=info.max_model_len, tokenizer=tokenizer)
+                        info=info, tokenizer=tokenizer)
 
     async def _serve(self) -> None:
         from jaxpaged.server.app import make_app

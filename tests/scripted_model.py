@@ -3,6 +3,7 @@
 A prompt that ends with the token of a script is answered with that script's pieces, one token each.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,11 +24,15 @@ TEMPLATE = ("{% if tools %}{% for tool in tools %}[tool]{{ tool.function.name }}
             "{% if add_generation_prompt %}[assistant]{% SCRIPTS %}{% endif %}")
 
 
-def write_scripted_model(folder: Path, scripts: Mapping[str, Sequence[str]]) -> Path:
-    """A model in Hugging Face layout; `chat_template_kwargs: {"script": NAME}` chooses what it answers.
+def write_scripted_model(folder: Path, scripts: Mapping[str, Sequence[str]], *, endless: Sequence[str] = (),
+                         context: int = 2048) -> Path:
+    """A model in Hugging Face layout.
+
+    What it answers is chosen with `chat_template_kwargs: {"script": NAME}`, or by a last message that is the name.
 
     Args:
         scripts: name -> texts of the tokens that the model writes, all of them different, ASCII alone.
+        endless: names of scripts whose last token follows on itself.
     """
     folder.mkdir()
     pieces = [piece for script in scripts.values() for piece in script]
@@ -40,16 +45,20 @@ def write_scripted_model(folder: Path, scripts: Mapping[str, Sequence[str]]) -> 
                                 *(AddedToken(_start(name), special=True) for name in scripts)])
     backend.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     backend.save(str(folder / "tokenizer.json"))
-    choice = "".join(f"{{% if script == '{name}' %}}{_start(name)}{{% endif %}}" for name in scripts)
+    choice = "".join(f"{{% if (script or messages[-1].content) == '{name}' %}}{_start(name)}{{% endif %}}"
+                     for name in scripts)
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END,
         "chat_template": TEMPLATE.replace("{% SCRIPTS %}", choice)}))
     numbers = backend.get_vocab()
     end = numbers[END]
-    config = {**CONFIG, "vocab_size": len(numbers), "max_position_embeddings": 2048, "eos_token_id": end}
+    config = {**CONFIG, "vocab_size": len(numbers), "max_position_embeddings": context, "eos_token_id": end}
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(config, end, [[numbers[_start(name)], *(numbers[piece] for piece in script)]
-                                     for name, script in scripts.items()]), folder / "model.safetensors")
+    chains = []
+    for name, script in scripts.items():
+        chain = [numbers[_start(name)], *(numbers[piece] for piece in script)]
+        chains.append([*chain, chain[-1] if name in endless else end])
+    save_file(_weights(config, end, chains), folder / "model.safetensors")
     return folder
 
 
@@ -70,7 +79,7 @@ def _weights(config: dict[str, Any], end: int, chains: list[list[int]]) -> dict[
     head[end, 0] = 4
     state = 0
     for chain in chains:
-        for number, follower in zip(chain, [*chain[1:], end], strict=True):
+        for number, follower in itertools.pairwise(chain):
             state += 1
             embed[number, 0], embed[number, state], head[follower, state] = 0, 1, 4
     return weights

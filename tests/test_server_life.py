@@ -182,8 +182,9 @@ KEY = {"authorization": "Bearer sesame"}
 
 @pytest.mark.parametrize("path", [
     "/v1/models", "/v1/models/", "//v1/models", "/V1/models", "/v1/models/tiny", "/v1/../v1/models", "/metrics",
-    "/docs", "/openapi.json", "/version", "/", "/nothing", "/health/", "//health", "/HEALTH", "/health/../v1/models",
-    "/%76%31/models", "/health%2f..%2fv1%2fmodels", "/ping/x", "/api/v1/models", "/api", "/api/api/health",
+    "/docs", "/openapi.json", "/version", "//", "/engine/state",
+    "/nothing", "/health/", "//health", "/HEALTH", "/health/../v1/models",
+    "/%76%31/models", "/health%2f..%2fv1%2fmodels", "/ping/x", "/api/v1/models", "/api", "/api/api/health", "/./",
     "/v1/completions", "/v1/models?x=/health", "/v1/models#/health",
 ])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "OPTIONS", "DELETE", "TRACE"])
@@ -211,7 +212,7 @@ def test_right_keys_and_open_routes(strict: LiveServer) -> None:
     for key in ("sesame", "other key"):
         for path in ("/v1/models", "/api/v1/models", "/metrics"):
             assert httpx.get(strict.url + path, headers={"authorization": f"Bearer {key}"}).status_code == 200
-    for path in ("/health", "/ping", "/api/health"):
+    for path in ("/health", "/ping", "/api/health", "/", "/api/"):
         assert httpx.get(strict.url + path).status_code == 200
     for name in ("tiny", "alias"):
         body = {"model": name, "prompt": "a", "max_tokens": 1}

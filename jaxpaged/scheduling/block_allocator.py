@@ -102,6 +102,13 @@ class BlockAllocator:
             del self._kept[block]
             self._free.append(block)
 
+    def letters(self) -> str:
+        """What each block but the null block is used for, as `PoolState` spells it."""
+        letters = bytearray(b"fos"[min(owners, 2)] for owners in self._owners)
+        for block in self._kept:
+            letters[block] = ord("c")
+        return letters[NULL_BLOCK + 1:].decode()
+
     def blocks_with_content(self) -> set[int]:
         """Blocks, free or not, whose content is kept."""
         return {block for block in range(self.num_blocks) if self._has_content[block]}
