@@ -83,6 +83,7 @@ class EngineConfig:
     batch_invariant: bool = _flag(False, "bitwise equal results whatever else is in the batch", group="scheduling")
     max_waiting_requests: int = _flag(1024, "longest waiting queue; beyond it requests are refused",
                                       group="scheduling")
+    enable_embeddings: bool = _flag(False, "offer embeddings of prompts; takes one more program", group="server")
     max_logprobs: int = _flag(20, "most alternatives per position that a request may ask for", group="server")
     logprobs_mode: str = _flag("raw_logprobs", "log probabilities before or after penalties and temperature",
                                choices=("raw_logprobs", "processed_logprobs"), group="server")

@@ -12,12 +12,13 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from jaxpaged.config import DEFAULT_MODEL, EngineConfig
+from jaxpaged.embeddings import EMBEDDING_PARAMS, for_embedding, normalised
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError, NotSupportedError, RequestError
 from jaxpaged.front import Front
 from jaxpaged.input_processor import ProcessedRequest
 from jaxpaged.messages import EngineInfo
-from jaxpaged.outputs import RequestOutput
+from jaxpaged.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.startup import InMemoryModel
 
@@ -61,6 +62,7 @@ class LLM:
         in_memory = in_memory_model(model)
         name = "in-memory" if in_memory else model
         config = EngineConfig.from_kwargs(model=name, **engine_args)
+        self._config = config
         self._engine: Engine | None = Engine(config, print_line, model=in_memory)
         self.info: EngineInfo = self._engine.info
         self._front = Front(config, self.info, has_files=in_memory is None)
@@ -173,9 +175,33 @@ class LLM:
             early_stopping=early_stopping, ignore_eos=ignore_eos, logprobs=0, temperature=0)
         return self.generate(prompts, params, use_tqdm)
 
-    def embed(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported yet."""
-        raise NotSupportedError("embed is not supported yet")
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, pooling: str = "last",
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings of prompts, from the hidden states behind the model's last norm; needs `enable_embeddings=True`.
+
+        Args:
+            prompts: see `generate`.
+            pooling: "last" for the last token's state, "mean" for the mean of all.
+            normalize: make vectors of length 1.
+
+        Returns:
+            One output per prompt, in their order; the vector is `output.outputs.embedding`.
+
+        Raises:
+            RequestError: a prompt cannot be used; nothing has run then.
+        """
+        if not self._config.enable_embeddings:
+            raise NotSupportedError("embeddings need an LLM made with enable_embeddings=True")
+        requests = [for_embedding(self._front.inputs.process(f"request-{next(self._ordinals)}", prompt,
+                                                             EMBEDDING_PARAMS), pooling) for prompt in _batch(prompts)]
+        outputs = []
+        for output in self._run_all(requests, use_tqdm):
+            assert output.embedding is not None, f"{output.request_id} ended without an embedding"
+            vector = tuple(normalised(output.embedding)) if normalize else output.embedding
+            outputs.append(EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, EmbeddingOutput(vector)))
+        return outputs
 
     def shutdown(self) -> None:
         """Free the model and the KV pool; the LLM cannot be used any more."""
@@ -202,13 +228,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        engine = self._live_engine()
+        self._live_engine()
         requests = [
             self._front.inputs.process(f"request-{next(self._ordinals)}", prompt, _final_only(params),
                                        add_special_tokens=add_special_tokens)
             for (prompt, add_special_tokens), params in zip(prompts, _spread(sampling_params, len(prompts)),
                                                             strict=True)
         ]
+        return self._run_all(requests, use_tqdm)
+
+    def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self._live_engine()
         try:
             for request in requests:
                 self._front.begin(request)

@@ -5,7 +5,7 @@ the other. Times are seconds of `time.monotonic()`, which all processes of one m
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxpaged.outputs import FinishReason
 from jaxpaged.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ class EngineRequest:
         seed: resolved seed of 64 bits, or None for one of the engine's choice.
         cache_salt: requests share prefixes only with those of the same salt.
         skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
+        pooling: make an embedding of the prompt, of its last token or the mean of all; the token drawn is of no use.
         fork_of: id of the request's first choice, with which it shares the prompt: it is computed once for all choices.
     """
 
@@ -42,6 +43,7 @@ class EngineRequest:
     cache_salt: str | None = None
     skip_prefix_read: bool = False
     grammar: str | None = None
+    pooling: Literal["last", "mean"] | None = None
     fork_of: str | None = None
 
 
@@ -90,7 +92,8 @@ class TokenDelta(NamedTuple):
 
     `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
     `logprobs` has one entry for each of `token_ids` if the request asks for them, else none; `prompt_logprobs`, once,
-    with the first token or the end, one for each prompt token but the first.
+    with the first token or the end, one for each prompt token but the first. `embedding` is that of the prompt, if the
+    request asks for it.
     """
 
     request_id: str
@@ -103,6 +106,7 @@ class TokenDelta(NamedTuple):
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,8 @@ class OutputProcessor:
               done: ProcessedOutputs) -> None:
         before = choice.num_tokens
         choice.take(delta)
+        if delta.embedding is not None:
+            request.embedding = delta.embedding
         if delta.prompt_logprobs and request.prompt_logprobs is None:
             tokens = request.prompt_token_ids[1:]
             request.prompt_logprobs = (None, *(choice.logprob_entry(token, found) for token, found in zip(
@@ -314,6 +316,7 @@ class _Request:
     finished_time: float | None = None
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    embedding: tuple[float, ...] | None = None
 
     @property
     def finished(self) -> bool:
@@ -351,7 +354,8 @@ class _Request:
         if self.params.prompt_logprobs is not None and self.prompt_logprobs is None and len(self.prompt_token_ids) == 1:
             self.prompt_logprobs = (None,)
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, finished,
-                             self.prompt_logprobs, metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens)
+                             self.prompt_logprobs, metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens,
+                             embedding=self.embedding)
 
     def figures(self) -> FinishedRequest:
         """What the metrics want of an ended request."""

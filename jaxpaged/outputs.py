@@ -28,6 +28,23 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """An embedding: D numbers."""
+
+    embedding: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One choice of a request.
 
@@ -59,3 +76,4 @@ class RequestOutput:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    embedding: tuple[float, ...] | None = None

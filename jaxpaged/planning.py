@@ -161,7 +161,7 @@ def make_plan(
         )
         shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),
                           config.block_size, memory.num_blocks, max(NUM_TOP, config.max_logprobs),
-                          config.logprobs_mode == "processed_logprobs")
+                          config.logprobs_mode == "processed_logprobs", config.enable_embeddings)
         return EnginePlan(whole, partition, dtype, cache, shape, budget, max_model_len, memory)
 
     found = plan(config.num_gpu_blocks_override, temporaries(plan(TRIAL_BLOCKS, 0)))

@@ -65,15 +65,24 @@ class Transformer(nnx.Module):
         Returns:
             Logits [B, V] float32, or this device's columns of them, and the pools.
         """
+        x, pools = self._layers(ids, pools, meta)
+        x = self.norm(x[sample_row])
+        logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
+        return logits, pools
+
+    def hidden(self, ids: jax.Array, pools: Pools, meta: AttentionMetadata) -> tuple[jax.Array, Pools]:
+        """As a step of `__call__`, with what the head would read of every row: [T, D] float32, and the pools."""
+        x, pools = self._layers(ids, pools, meta)
+        return self.norm(x).astype(jnp.float32), pools
+
+    def _layers(self, ids: jax.Array, pools: Pools, meta: AttentionMetadata) -> tuple[jax.Array, Pools]:
         x = self.embed(ids)
         updated = []
         for layer, pages in zip(self.layers, pools, strict=True):
             graph, weights = nnx.split(layer)
             x, pages = _run_layer(graph, weights, x, pages, meta)
             updated.append(pages)
-        x = self.norm(x[sample_row])
-        logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
-        return logits, tuple(updated)
+        return x, tuple(updated)
 
 
 # A jit inside the step's jit: equal layers are traced once.

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -14,7 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from jaxpaged import __version__
-from jaxpaged.errors import EngineDeadError, RequestError
+from jaxpaged.embeddings import EMBEDDING_PARAMS, for_embedding
+from jaxpaged.errors import EngineDeadError, NotSupportedError, RequestError
 from jaxpaged.input_processor import InputProcessor, ProcessedRequest
 from jaxpaged.messages import EngineInfo
 from jaxpaged.metrics import Metrics
@@ -24,9 +26,10 @@ from jaxpaged.server.calls import Call, MakeReader
 from jaxpaged.server.chat_answer import ChoiceReader
 from jaxpaged.server.chat_tools import choose_tools
 from jaxpaged.server.echo import Echo
+from jaxpaged.server.embedding_route import EmbeddingRequest, embedding_answer
 from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.engine_state import engine_state
-from jaxpaged.server.gate import Gate, route_path
+from jaxpaged.server.gate import Gate
 from jaxpaged.server.logprob_shapes import LogprobShape
 from jaxpaged.server.page import page_response
 from jaxpaged.server.parsers.registry import reasoning_grammar
@@ -68,14 +71,16 @@ class Api:
         info: of the engine.
         defaults: the model's own sampling parameters.
         tokenizer: spells the tokens of log probabilities.
+        embeddings: whether the engine makes them.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *,
-                 names: Sequence[str], info: EngineInfo, defaults: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+                 names: Sequence[str], info: EngineInfo, defaults: Mapping[str, Any], tokenizer: Tokenizer,
+                 embeddings: bool = False) -> None:
         self.config = config
         self._client, self._inputs, self._metrics = client, inputs, metrics
         self._names, self._info, self._defaults = tuple(names), info, defaults
-        self._tokenizer = tokenizer
+        self._tokenizer, self._embeddings = tokenizer, embeddings
         self._created = int(time.time())
         self._bodies = BodyReader()
         self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len)
@@ -180,10 +185,30 @@ class Api:
         """Text of token ids."""
         return await self._in_thread(request, DetokenizeRequest, self._token_routes.detokenize)
 
-    async def not_supported(self, request: Request) -> Response:
-        """A route that the API has and this server does not have yet."""
-        message = f"{route_path(request.scope)} is not supported yet"
-        return json_response(error_json(message, "invalid_request_error", code="not_supported"), 404)
+    async def embeddings(self, request: Request) -> Response:
+        """Embeddings of one or more texts."""
+        self._check_serving()
+        body = self._bodies.read(EmbeddingRequest, await read_body(request, self.config.max_request_bytes))
+        self._check_model(body.model)
+        if not self._embeddings:
+            raise NotSupportedError("embeddings need a server started with --enable-embeddings")
+        prompts = _prompts(body.input, "input")
+
+        def prepare(request_id: str, prompt: object) -> ProcessedRequest:
+            prepared = self._inputs.process(request_id, prompt, EMBEDDING_PARAMS,
+                                            add_special_tokens=body.add_special_tokens is not False)
+            return for_embedding(prepared, body.pooling or "last")
+
+        stream = self._client.admit(len(prompts))
+        try:
+            with on_disconnect(request.receive, lambda: self._client.close(stream)):
+                requests = await self._submit(stream, prepare, uuid.uuid4().hex, prompts)
+                places = {item.request_id: place for place, item in enumerate(requests)}
+                outputs = sorted(await stream.get_all(), key=lambda output: places[output.request_id])
+        finally:
+            self._client.close(stream)
+        answer = partial(embedding_answer, body, body.model or self._names[0], outputs)
+        return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, answer))
 
     async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
                       prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest],
@@ -193,9 +218,7 @@ class Api:
         stream = self._client.admit(len(prompts) * params.n)
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
-                requests = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, _prepare_all, stream, prepare, ordinal, prompts)
-                self._client.submit(stream, requests)
+                requests = await self._submit(stream, prepare, ordinal, prompts)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,
                                 sum(len(item.prompt_token_ids) for item in requests), params)
@@ -215,6 +238,13 @@ class Api:
             self._client.close(stream)
             raise
         return EventStream(call.events(body.include_usage), lambda: self._client.close(stream))
+
+    async def _submit(self, stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
+                      prompts: Sequence[object]) -> list[ProcessedRequest]:
+        requests = await asyncio.get_running_loop().run_in_executor(
+            self._threads, _prepare_all, stream, prepare, ordinal, prompts)
+        self._client.submit(stream, requests)
+        return requests
 
     async def _in_thread(self, request: Request, kind: type[_Body],
                          work: Callable[[_Body], dict[str, Any]]) -> Response:
@@ -257,6 +287,7 @@ def make_app(api: Api) -> FastAPI:
     bodies: tuple[tuple[str, Any, type[Body]], ...] = (
         ("/v1/completions", api.completions, CompletionRequest),
         ("/v1/chat/completions", api.chat_completions, ChatCompletionRequest),
+        ("/v1/embeddings", api.embeddings, EmbeddingRequest),
         ("/tokenize", api.tokenize, TokenizeRequest), ("/detokenize", api.detokenize, DetokenizeRequest))
     for path, route, body in bodies:
         schema = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
@@ -270,8 +301,6 @@ def make_app(api: Api) -> FastAPI:
         app.add_api_route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"])
     app.add_api_route("/health", api.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
-    for path, method in (("/v1/embeddings", "POST"),):
-        app.add_api_route(path, api.not_supported, methods=[method], include_in_schema=False)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(Gate, keys=api.config.api_key)
@@ -291,8 +320,8 @@ def _prepare_all(stream: OutputStream, prepare: Callable[[str, object], Processe
     return requests
 
 
-def _prompts(value: object) -> list[object]:
-    """The prompts of a completion request, each a text or a list of token ids."""
+def _prompts(value: object, param: str = "prompt") -> list[object]:
+    """The prompts of a request, each a text or a list of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -301,8 +330,8 @@ def _prompts(value: object) -> list[object]:
         for kind in (str, list):
             if all(isinstance(item, kind) for item in value):
                 return value
-    raise RequestError("prompt must be a string, a list of token ids, a list of strings or a list of such lists, and "
-                       "not empty", param="prompt")
+    raise RequestError(f"{param} must be a string, a list of token ids, a list of strings or a list of such lists, and "
+                       "not empty", param=param)
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

@@ -124,7 +124,7 @@ class _Server:
                                                 timeout=self._config.chat_template_timeout)
             tokenizer.render_chat_template = self._templates.render
         self._api = Api(self._config, self._client, inputs, self._metrics, names=names, defaults=defaults,
-                        info=info, tokenizer=tokenizer)
+                        info=info, tokenizer=tokenizer, embeddings=config.enable_embeddings)
 
     async def _serve(self) -> None:
         from jaxpaged.server.app import make_app

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.live_server import write_tiny_model
 from tests.tiny_gguf import CONFIG, random_weights
 
 END = "<|end|>"
@@ -83,3 +84,22 @@ def _weights(config: dict[str, Any], end: int, chains: list[list[int]]) -> dict[
             state += 1
             embed[number, 0], embed[number, state], head[follower, state] = 0, 1, 4
     return weights
+
+
+def write_counting_model(folder: Path) -> Path:
+    """A model that counts: behind byte b it writes byte b + 1, behind 255 byte 0, for ever."""
+    write_tiny_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = random_weights(config)
+    for name, tensor in weights.items():
+        if "norm" in name:
+            tensor[:] = 1
+        elif "o_proj" in name or "down_proj" in name:
+            tensor[:] = 0
+    states = np.random.default_rng(0).standard_normal((257, config["hidden_size"]), np.float32)
+    states /= np.linalg.norm(states, axis=1, keepdims=True)
+    weights["model.embed_tokens.weight"] = states
+    weights["lm_head.weight"] = np.zeros_like(states)
+    weights["lm_head.weight"][[(byte + 1) % 256 for byte in range(256)]] = 4 * states[:256]
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -16,7 +16,7 @@ FOLDERS = ("jaxpaged", "models", "server", "pallas_kernels")
 
 TOP = ("errors", "config", "flags", "sampling_params", "outputs", "messages")
 HTTP_SIDE = ("tokenizer", "gguf_tokenizer", "input_processor", "output_processor", "detokenizer", "chat_template",
-             "metrics", "beam_search", "structured_outputs", "loading.hub", "loading.json_files")
+             "beam_search", "embeddings", "metrics", "structured_outputs", "loading.hub", "loading.json_files")
 NO_JAX = (*HTTP_SIDE, "loading.gguf", "cli")
 ENGINE_THIRD = ("jax", "flax", "llguidance", "numpy", "tokenizers", "transformers", "jinja2", "prometheus_client",
                 "tqdm")

@@ -29,7 +29,7 @@ from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK
 from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler import PromptLogprobs, ScheduledPiece, SchedulerOutput
+from jaxpaged.scheduling.scheduler import PooledTokens, PromptLogprobs, ScheduledPiece, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,30 @@ class ScoredRows:
     count: int
     logprobs: jax.Array
 
+    @property
+    def array(self) -> jax.Array:
+        return self.logprobs
+
     def read(self) -> PromptLogprobs:
         """Wait for them."""
         rows, wanted = np.asarray(self.logprobs), self.request.message.params.prompt_logprobs or 0
         return PromptLogprobs(self.request, self.start, [unpack_row(row, wanted) for row in rows[: self.count]])
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Hidden states [SCORED_ROWS, D], under way, of `count` prompt tokens from the one at `start` on."""
+
+    request: Request
+    start: int
+    count: int
+    array: jax.Array
+
+    def read(self) -> PooledTokens:
+        """Wait for them."""
+        rows = np.asarray(self.array, np.float64)[: self.count]
+        pooled = rows.sum(axis=0) if self.request.message.pooling == "mean" else rows[-1]
+        return PooledTokens(self.request, self.start, pooled.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +75,10 @@ class StepInFlight:
     size: int
     ids: jax.Array | None
     logprobs: jax.Array | None = None
-    scored: tuple[ScoredRows, ...] = ()
+    scored: tuple[ScoredRows | HiddenRows, ...] = ()
 
     def is_ready(self) -> bool:
-        last = self.ids if self.ids is not None else self.scored[-1].logprobs if self.scored else None
+        last = self.ids if self.ids is not None else self.scored[-1].array if self.scored else None
         return last is None or last.is_ready()  # type: ignore[attr-defined]
 
     def sampled(self) -> list[int]:
@@ -75,8 +95,10 @@ class StepInFlight:
 
 
 def _is_scored(piece: ScheduledPiece) -> bool:
-    """Whether log probabilities of the piece's tokens are wanted and have not been given."""
+    """Whether log probabilities of the piece's tokens are wanted, or an embedding, and have not been given."""
     request = piece.request
+    if request.message.pooling is not None:
+        return True
     return (request.message.params.prompt_logprobs is not None and piece.start < request.num_prompt_tokens - 1
             and len(request.token_ids) == request.num_prompt_tokens)
 
@@ -161,7 +183,7 @@ class ModelRunner:
         for first in range(0, len(tables), TABLE_ROWS):
             self._write_tables(tables[first : first + TABLE_ROWS])
         self._move_blocks(step.transfers)
-        whole, scored = step, list[ScoredRows]()
+        whole, scored = step, list[ScoredRows | HiddenRows]()
         if any(_is_scored(piece) for piece in step.pieces):
             step, scored = self._score(step)
         if not step.pieces:
@@ -208,13 +230,13 @@ class ModelRunner:
                 allowed[row] = constraint.mask()
         return allowed
 
-    def _score(self, step: SchedulerOutput) -> tuple[SchedulerOutput, list[ScoredRows]]:
-        """Compute the pieces whose log probabilities are wanted; what is left for the step itself.
+    def _score(self, step: SchedulerOutput) -> tuple[SchedulerOutput, list[ScoredRows | HiddenRows]]:
+        """Compute the pieces whose log probabilities or hidden states are wanted; what is left for the step itself.
 
         Of a piece that samples its last token is left: its keys and values are written a second time.
         """
         left: list[ScheduledPiece] = []
-        scored: list[ScoredRows] = []
+        scored: list[ScoredRows | HiddenRows] = []
         for piece in step.pieces:
             if not _is_scored(piece):
                 left.append(piece)
@@ -227,13 +249,17 @@ class ModelRunner:
                                            blocks=()))
         return SchedulerOutput(tuple(left), sum(piece.num_tokens for piece in left)), scored
 
-    def _score_rows(self, piece: ScheduledPiece, first: int, count: int) -> ScoredRows:
+    def _score_rows(self, piece: ScheduledPiece, first: int, count: int) -> ScoredRows | HiddenRows:
         size, start = self._shape.block_size, piece.start + first
         begun, end = -(-start // size) + piece.start // -size, -(-(start + count) // size) + piece.start // -size
         part = piece._replace(start=start, token_ids=piece.token_ids[first : first + count], num_tokens=count,
                               samples=False, blocks=piece.blocks[begun:end])
         rows = pad_step(SchedulerOutput((part,), count), size=SCORED_ROWS, num_samples=0,
                         null_slot=self._shape.max_num_seqs, block_size=size)
+        if piece.request.message.pooling is not None:
+            self._pools, self._block_table, states = self._programs.get(("hidden", SCORED_ROWS))(
+                self._params, self._pools, self._block_table, rows)
+            return HiddenRows(piece.request, start, count, states)
         targets = np.zeros(SCORED_ROWS, np.int32)
         wanted = piece.request.token_ids[start + 1 : start + count + 1]
         targets[: len(wanted)] = wanted

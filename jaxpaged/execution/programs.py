@@ -98,6 +98,7 @@ class StepShape:
         table_width: columns of the block table.
         num_top: alternatives that log probabilities can have.
         processed_logprobs: see `sample_full`.
+        embeddings: whether there is a program for them.
     """
 
     sizes: tuple[int, ...]
@@ -107,6 +108,7 @@ class StepShape:
     num_blocks: int
     num_top: int = NUM_TOP
     processed_logprobs: bool = False
+    embeddings: bool = False
 
     def samples_of(self, size: int) -> int:
         """Sampled rows of a step of `size` tokens."""
@@ -217,6 +219,7 @@ class ProgramSet:
             ("copy", COPY_BLOCKS),
             ("prompt_logprobs", SCORED_ROWS),
             *((kind, count) for kind in ("gather", "scatter") for count in self.chunk_sizes),
+            *((("hidden", SCORED_ROWS),) if self._shape.embeddings else ()),
         )
 
     def compile_all(self, done: Callable[[ProgramName], None]) -> None:
@@ -324,6 +327,12 @@ class ProgramSet:
                 self._score(count), (self._param_specs, pools, REPLICATED, REPLICATED),
                 (pools, REPLICATED, REPLICATED))
             return jax.jit(spread, donate_argnums=(1, 2)).lower(self.params, self._pools, table, packed)
+        if kind == "hidden":
+            packed = self._spec((4 * count,), jnp.int32)
+            spread = self.placement.spread(
+                self._hidden(count), (self._param_specs, pools, REPLICATED, REPLICATED),
+                (pools, REPLICATED, REPLICATED))
+            return jax.jit(spread, donate_argnums=(1, 2)).lower(self.params, self._pools, table, packed)
         state = self._placed(jax.eval_shape(lambda: state_of((), slots)))
         if kind == "sample":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
@@ -353,7 +362,7 @@ class ProgramSet:
         return self._placed(jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size)))
 
     def _forward(
-        self, size: int, *, samples_all: bool = False
+        self, size: int, *, samples_all: bool = False, hidden: bool = False
     ) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
         graph, block_size, partition = self._graph, self._shape.block_size, self.placement.partition
         native, target, cache_dtype = self._native, self._target, self._cache_dtype
@@ -375,11 +384,14 @@ class ProgramSet:
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
             meta = make_metadata(rows.slot, rows.position, block_table, config, block_size,
                                  cache_dtype=cache_dtype, native=native.attention, target=target)
-            sample_row = jnp.arange(size) if samples_all else rows.sample_row
-            row = jnp.minimum(sample_row, size - 1)
             model = nnx.merge(graph, params)
             if native.linear:
                 use_native_products(model)
+            if hidden:
+                states, pools = model.hidden(ids, pools, meta)
+                return states, pools, block_table, rows.sample_slot, rows.position + 1
+            sample_row = jnp.arange(size) if samples_all else rows.sample_row
+            row = jnp.minimum(sample_row, size - 1)
             logits, pools = model(ids, row, pools, meta)
             logits = vocabulary.hide_padding(logits, vocab_size)
             return logits, pools, block_table, rows.sample_slot, rows.position[row] + 1
@@ -401,6 +413,19 @@ class ProgramSet:
             return pools, block_table, packed_logprobs(logits, packed[4 * size :], num_top)
 
         return score
+
+    def _hidden(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
+        forward = self._forward(size, hidden=True)
+
+        def hidden(
+            params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
+        ) -> tuple[Pools, jax.Array, jax.Array]:
+            """As a step of `size` rows, all known; what the head would read of each: [size, D] float32."""
+            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
+            states, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed)
+            return pools, block_table, states
+
+        return hidden
 
     def _spec(self, shape: Sequence[int], dtype: Any, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.placement.sharding(spec))

@@ -56,6 +56,7 @@ class Request:
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
         constraint: tells which tokens may come next, if not all may.
+        pooled: of an embedding, as far as its prompt is computed: the sum over the tokens, or the last one's.
         prompt_logprobs: of its prompt tokens but the first, as far as they are there and nobody has been told.
     """
 
@@ -84,6 +85,7 @@ class Request:
     full_sampling: bool = False
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: list[float] = field(default_factory=list)
     predicted_length: int = 0
 
     def __post_init__(self) -> None:
@@ -91,6 +93,16 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.max_length = self.num_prompt_tokens + max(self.message.max_tokens, 1)  # of a prompt alone one is dropped
         self.full_sampling = self.message.params.full_sampling or self.constraint is not None
+
+    def pool(self, start: int, values: list[float]) -> None:
+        """Take in what the prompt's tokens from `start` on add to the embedding; a preempted prompt begins anew."""
+        add = self.message.pooling == "mean" and start > 0
+        self.pooled = [old + new for old, new in zip(self.pooled, values, strict=True)] if add else values
+
+    def embedding(self) -> tuple[float, ...]:
+        """The embedding of a prompt that is computed."""
+        count = self.num_prompt_tokens if self.message.pooling == "mean" else 1
+        return tuple(value / count for value in self.pooled)
 
     @property
     def request_id(self) -> str:

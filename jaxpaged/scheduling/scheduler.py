@@ -77,6 +77,14 @@ class PromptLogprobs(NamedTuple):
     values: list[TokenLogprobs]
 
 
+class PooledTokens(NamedTuple):
+    """What an embedding gains from prompt tokens from the one at `start` on: their sum, or the last of them."""
+
+    request: Request
+    start: int
+    values: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: its pieces, how many tokens they hold, and which blocks have to be moved before it."""
@@ -191,16 +199,19 @@ class Scheduler:
 
     def update(
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
-        prompt_logprobs: Sequence[PromptLogprobs] = (),
+        prompts: Sequence[PromptLogprobs | PooledTokens] = (),
     ) -> list[TokenDelta]:
         """Take in what a step sampled, in the order of its sampling pieces; finish what has ended.
 
         Args:
             logprobs: of the sampled ids, None for those whose requests want none.
-            prompt_logprobs: of the pieces whose requests want them.
+            prompts: of the pieces whose requests want log probabilities of their prompts, or embeddings.
         """
         deltas = []
-        for found in prompt_logprobs:
+        for found in prompts:
+            if isinstance(found, PooledTokens):
+                found.request.pool(found.start, found.values)
+                continue
             del found.request.prompt_logprobs[found.start :]  # a prompt that was preempted began anew
             found.request.prompt_logprobs += found.values
         rows = [piece for piece in step.pieces if piece.samples]
@@ -223,6 +234,8 @@ class Scheduler:
             if request.prompt_logprobs:
                 delta = delta._replace(prompt_logprobs=tuple(request.prompt_logprobs))
                 request.prompt_logprobs = []
+            if request.message.pooling is not None:
+                delta = delta._replace(embedding=request.embedding())
             deltas.append(delta)
             if request.constraint is not None and not request.finished and request.constraint.advance(token):
                 deltas.append(self._finish(request, RequestStatus.FINISHED_STOPPED))
