@@ -83,7 +83,8 @@ class InputProcessor:
 
     def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
                 add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
-                priority: int = 0, cache_salt: str | None = None) -> ProcessedRequest:
+                priority: int = 0, cache_salt: str | None = None,
+                truncate_prompt_tokens: int | None = None) -> ProcessedRequest:
         """Turn one prompt into requests for the engine.
 
         Args:
@@ -95,6 +96,7 @@ class InputProcessor:
             arrival_time: seconds of `time.monotonic()`, where it is not now.
             priority: the smaller is served first.
             cache_salt: prefixes are shared only with requests of the same salt.
+            truncate_prompt_tokens: keep only so many tokens, the last ones; -1 for as many as the context holds.
 
         Raises:
             RequestError: the prompt or a parameter cannot be used; `param` names the field.
@@ -108,7 +110,13 @@ class InputProcessor:
         if isinstance(prompt, Mapping) and cache_salt is None:
             cache_salt = prompt.get("cache_salt")
         check_cache_salt(cache_salt)
-        text, ids = self._prompt(prompt, add_special_tokens, 0 if params.max_tokens == 0 else 1)
+        answer = 0 if params.max_tokens == 0 else 1
+        keep = self._tokens_to_keep(truncate_prompt_tokens, answer)
+        text, ids = self._prompt(prompt, add_special_tokens)
+        if keep is not None and len(ids) > keep:
+            ids = ids[-keep:]
+            text = self._tokenizer.decode(ids, skip_special_tokens=False) if self._tokenizer else None
+        self._check_room(len(ids), "prompt", answer)
         max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
         eos = frozenset() if params.ignore_eos else self._eos
         stop_token_ids = eos.union(params.stop_token_ids or ())
@@ -166,7 +174,16 @@ class InputProcessor:
         self._check_chars(len(text), "prompt")
         return self._needed_tokenizer("prompt").encode(text, add_special_tokens)
 
-    def _prompt(self, prompt: object, add_special_tokens: bool, answer: int) -> tuple[str | None, tuple[int, ...]]:
+    def _tokens_to_keep(self, asked: object, answer: int) -> int | None:
+        if asked is None:
+            return None
+        most = min(self._max_model_len, self._kv_capacity) - answer
+        if type(asked) is not int or not (asked == -1 or 1 <= asked <= most):
+            raise RequestError(f"truncate_prompt_tokens must be from 1 to {most}, or -1 for that",
+                               param="truncate_prompt_tokens")
+        return most if asked == -1 else asked
+
+    def _prompt(self, prompt: object, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
         text: object = None
         ids: object = None
         if isinstance(prompt, str):
@@ -182,13 +199,12 @@ class InputProcessor:
         if text is not None and not isinstance(text, str):
             raise RequestError("prompt must be text", param="prompt")
         if ids is not None:
-            return text, self._check_ids(ids, answer)
+            return text, self._check_ids(ids)
         if not text:
             raise RequestError("prompt is empty; give a text or a list of token ids", param="prompt")
         encoded = tuple(self.encode(text, add_special_tokens))
         if not encoded:
             raise RequestError("prompt has no token", param="prompt")
-        self._check_room(len(encoded), "prompt", answer)
         if max(encoded) >= self._vocab_size:
             raise RequestError("prompt has a token that the model does not know", param="prompt")
         return text, encoded
@@ -228,12 +244,11 @@ class InputProcessor:
                     found[ids] = None
         return tuple(found)
 
-    def _check_ids(self, ids: object, answer: int) -> tuple[int, ...]:
+    def _check_ids(self, ids: object) -> tuple[int, ...]:
         if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sequence):
             raise RequestError("prompt must be a text or a list of token ids", param="prompt")
         if not ids:
             raise RequestError("prompt is empty; give at least one token id", param="prompt")
-        self._check_room(len(ids), "prompt", answer)
         if set(map(type, ids)) != {int}:  # not isinstance: True is an int
             raise RequestError("token ids must all be integers", param="prompt")
         if min(ids) < 0 or max(ids) >= self._vocab_size:

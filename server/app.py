@@ -148,7 +148,9 @@ class Api:
 
         def prepare(request_id: str, prompt: object) -> ProcessedRequest:
             return self._inputs.process(request_id, prompt, params, add_special_tokens=add_special,
-                                        priority=body.priority or 0, cache_salt=body.cache_salt)
+                                        priority=body.priority or 0, cache_salt=body.cache_salt,
+                                        truncate_prompt_tokens=body.truncate_prompt_tokens,
+                                        lower_max_tokens=body.max_tokens is None)
 
         return await self._answer(request, body, params, _prompts(body.prompt), prepare)
 
@@ -163,9 +165,11 @@ class Api:
         params = body.chat_sampling_params(self._defaults, use)
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
-            prompt = self._inputs.render_chat(messages, tools=use.tools, **template_options(body))
+            keep = body.truncate_prompt_tokens
+            prompt = self._inputs.render_chat(messages, tools=use.tools, may_be_long=keep is not None,
+                                              **template_options(body))
             return self._inputs.process(request_id, prompt, params, priority=body.priority or 0,
-                                        cache_salt=body.cache_salt)
+                                        cache_salt=body.cache_salt, truncate_prompt_tokens=keep)
 
         # An answer that is held to a form has no room for reasoning.
         reasons = config.reasoning_parser if params.structured_outputs is None else None
@@ -241,8 +245,13 @@ class Api:
 
     async def _submit(self, stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
                       prompts: Sequence[object]) -> list[ProcessedRequest]:
-        requests = await asyncio.get_running_loop().run_in_executor(
+        stream.preparing = asyncio.get_running_loop().run_in_executor(
             self._threads, _prepare_all, stream, prepare, ordinal, prompts)
+        try:
+            requests = await stream.preparing
+        except asyncio.CancelledError:
+            stream.check()  # it has failed in the meantime, which ended the waiting
+            raise
         self._client.submit(stream, requests)
         return requests
 

@@ -56,12 +56,14 @@ class OutputStream:
     Attributes:
         admitted: sequences that count against the server's capacity.
         closed: nobody waits any more.
+        preparing: what is made of the prompts before they are submitted, while that goes on.
         running: request id -> number of its sequences, of those that have not ended.
     """
 
     def __init__(self, admitted: int) -> None:
         self.admitted = admitted
         self.closed = False
+        self.preparing: asyncio.Future[Any] | None = None
         self.running: dict[str, int] = {}
         self._news: dict[str, list[RequestOutput]] = {}
         self._error: Exception | None = None
@@ -84,8 +86,15 @@ class OutputStream:
     def fail(self, error: Exception) -> None:
         """End the stream with an error; the first one stays."""
         self._error = self._error or error
+        if self.preparing is not None:
+            self.preparing.cancel()
         self._wake.set()
         self._complete.set()
+
+    def check(self) -> None:
+        """Raise what the stream has failed with, if it has."""
+        if self._error is not None:
+            raise self._error
 
     async def get(self) -> list[RequestOutput]:
         """What has come since the last call, at least one part; each request at most once.
@@ -94,8 +103,7 @@ class OutputStream:
             Exception: what the stream failed with, as soon as it has.
         """
         await self._wake.wait()
-        if self._error is not None:
-            raise self._error
+        self.check()
         self._wake.clear()
         news = [merge_outputs(parts) for parts in self._news.values()]
         self._news.clear()
@@ -151,6 +159,7 @@ class EngineClient:
         self._pool_time = 0.0
         self._unfinished = 0
         self._streams: dict[str, OutputStream] = {}
+        self._admitted: set[OutputStream] = set()
         for target in (self._receive, self._send):
             threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True).start()
 
@@ -197,7 +206,9 @@ class EngineClient:
         if self._unfinished + count > self._capacity:
             raise OverloadedError("too many requests are waiting; try again later")
         self._unfinished += count
-        return OutputStream(count)
+        stream = OutputStream(count)
+        self._admitted.add(stream)
+        return stream
 
     def submit(self, stream: OutputStream, requests: Sequence[ProcessedRequest]) -> None:
         """Send an admitted call's requests to the engine; their outputs arrive at `stream`.
@@ -229,13 +240,14 @@ class EngineClient:
         if sequences:
             self._outbox.put([AbortRequests(tuple(sequences))])
         self._unfinished -= stream.admitted
+        self._admitted.discard(stream)
         stream.admitted = 0
         stream.closed = True
         stream.fail(StreamClosedError("nobody waits for this request any more"))
 
     def fail_all(self, error: Exception) -> None:
         """End every stream with an error."""
-        for stream in set(self._streams.values()):
+        for stream in self._admitted:
             stream.fail(error)
 
     def reset_prefix_cache(self) -> None:
@@ -278,6 +290,8 @@ class EngineClient:
         del self._streams[request_id]
         self._unfinished -= stream.running[request_id]
         stream.end(request_id)
+        if not stream.running:
+            self._admitted.discard(stream)
 
     def _send(self) -> None:
         while True:

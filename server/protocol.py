@@ -26,7 +26,7 @@ MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "documents": ([],), "chat_template": (), "truncate_prompt_tokens": (),
+    "function_call": ("none", "auto"), "documents": ([],), "chat_template": (),
     "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (), "adapter_id": (),
 }
@@ -96,6 +96,7 @@ class _Request(Body):
     use_beam_search: bool | None = Field(None, description="the n best of best_of beams instead of samples")
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
+    truncate_prompt_tokens: int | None = Field(None, description="keep only so many tokens of the prompt, the last")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     response_format: dict[str, Any] | None = Field(
         None, description="an object with type text, json_object, or json_schema and a schema")

@@ -326,6 +326,21 @@ def test_tokens_and_text(http: httpx.Client, tokenizer: Tokenizer) -> None:
     refused(http.post("/tokenize", json={"prompt": "x" * 1_000_000}), 400, "prompt", "context_length_exceeded")
 
 
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": STORY + " there was a cat. " * 2000}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 9000}]}),
+])
+def test_a_truncated_prompt_is_its_last_tokens(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    ids = post(http, "/tokenize", **body)["tokens"]
+    assert len(ids) > CONTEXT
+    answer = post(http, path, **body, truncate_prompt_tokens=50, max_tokens=6, temperature=0, return_token_ids=True)
+    assert answer["choices"][0]["prompt_token_ids"] == ids[-50:] and answer["usage"]["prompt_tokens"] == 50
+    plain = post(http, prompt=ids[-50:], max_tokens=6, temperature=0, return_token_ids=True)
+    assert plain["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
+    for bad in (0, -2, CONTEXT, "5", 1.5, True):
+        refused(http.post(path, json={**body, "truncate_prompt_tokens": bad}), param="truncate_prompt_tokens")
+
+
 def test_large_bodies_are_refused_early(server: LiveServer, http: httpx.Client) -> None:
     limit = 8 * 2**20
 

@@ -276,6 +276,7 @@ def test_a_context_filled_to_the_last_token(strict: LiveServer) -> None:
     answer = ask(4095, max_tokens=1).json()
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["total_tokens"] == 4096
     assert ask(4090, max_tokens=6).json()["usage"]["completion_tokens"] == 6
+    assert ask(4090).json()["usage"]["completion_tokens"] == 6  # a default gives way
     assert ask(4090, max_tokens=7).json()["error"]["code"] == "context_length_exceeded"
     assert ask(4096, max_tokens=1).json()["error"]["code"] == "context_length_exceeded"
     chat = {"messages": [{"role": "user", "content": "x" * 4055}], "ignore_eos": True}

@@ -83,7 +83,7 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
 @pytest.mark.parametrize(("field", "value"), [
     ("suffix", "x"),
     ("structured_outputs", {"whitespace_pattern": "a"}),
-    ("functions", [{}]), ("truncate_prompt_tokens", 5),
+    ("functions", [{}]),
     ("chat_template", "{{x}}"), ("best_of", 2),
 ])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
