@@ -36,18 +36,23 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
     lines: list[str] = []
     engine = Engine(EngineConfig.from_kwargs(tensor_parallel_size=case["size"], **case["engine"]), lines.append)
     ids: dict[str, list[int]] = {}
+    logprobs: dict[str, list[Any]] = {}
     for number, (prompt, params, count) in enumerate(case["requests"]):
-        engine.add_request(EngineRequest(str(number), tuple(prompt), SamplingParams(**params), count,
+        bias = {int(token): value for token, value in params.pop("logit_bias", {}).items()} or None
+        engine.add_request(EngineRequest(str(number), tuple(prompt), SamplingParams(logit_bias=bias, **params), count,
                                          seed=params.get("seed")))
     while engine.has_work():
         for delta in engine.step().deltas:
             assert delta.error is None, delta.error
             ids.setdefault(delta.request_id, []).extend(delta.token_ids)
+            logprobs.setdefault(delta.request_id, []).extend(
+                [item.logprob, item.rank, item.top] for item in delta.logprobs or ())
         engine.check_integrity()
     runner = engine._runner
     programs = runner._programs
     result = {
         "ids": [ids[str(number)] for number in range(len(case["requests"]))],
+        "logprobs": [logprobs[str(number)] for number in range(len(case["requests"]))],
         "preemptions": engine.stats().num_preemptions,
         "compilations": [engine.stats().compilations, engine.info.num_programs],
         "plan": lines,

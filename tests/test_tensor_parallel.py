@@ -1,7 +1,9 @@
 """Models shared by several devices: the same results as on one, each device with its own piece, and few collectives."""
 
 import json
+import re
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,14 @@ SAMPLED = [
     (random_prompt(50, 4), {"temperature": 3.0, "top_k": 200, "seed": 0}, 30),
     (random_prompt(9, 5), {"temperature": 2.0, "min_p": 0.05, "seed": 5}, 30),
 ]
+# Each with something of the full sampler that looks at the whole vocabulary.
+FULL = [
+    (random_prompt(12, 6), {"temperature": 0, "logprobs": 5}, 12),
+    (random_prompt(30, 7), {"seed": 7, "logprobs": 2, "presence_penalty": 0.7, "frequency_penalty": 0.3,
+                            "repetition_penalty": 1.3}, 30),
+    (random_prompt(8, 8), {"seed": 8, "logprobs": 0, "allowed_token_ids": [3, 64, 65, 129, 200, 255]}, 20),
+    (random_prompt(21, 9), {"seed": 9, "logit_bias": {"0": 5.0, "128": 6.0, "255": 5.5, "17": -100}, "top_k": 9}, 20),
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     model = str(write_model(tmp_path_factory.mktemp("sharded") / "model", TINY))
     # Compiled in full for two devices; for the others, to save time, as far as it is used.
     cases = [{"size": size, "engine": {"model": model, "enforce_eager": size != 2, **ENGINE}, "update": True,
-              "requests": GREEDY + SAMPLED, "collectives": ["forward", "sample"]} for size in SIZES]
+              "collectives": ["forward", "sample", *["sample_full", "prompt_logprobs"] * (size == 2)],
+              "requests": GREEDY + SAMPLED + FULL} for size in SIZES]
     return dict(zip(SIZES, run_cases(cases), strict=True))
 
 
@@ -57,7 +68,18 @@ def test_greedy_ids(results: dict[int, dict[str, Any]], size: int) -> None:
 def test_seeded_draws(results: dict[int, dict[str, Any]], size: int) -> None:
     """Noise belongs to a token's place in the vocabulary, wherever it lies."""
     ours, wanted = (results[count]["ids"][len(GREEDY):] for count in (size, 1))
-    assert ours == wanted and len(set(map(tuple, wanted))) == len(SAMPLED)
+    assert ours == wanted and len(set(map(tuple, wanted))) == len(SAMPLED + FULL)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_log_probabilities(results: dict[int, dict[str, Any]], size: int) -> None:
+    ours, wanted = ([list(item) for item in results[count]["logprobs"][-len(FULL):]] for count in (size, 1))
+    assert [len(item) for item in wanted] == [12, 30, 20, 0]
+    pairs = zip(chain(*ours), chain(*wanted), strict=True)
+    for (logprob, rank, top), (expected, expected_rank, expected_top) in pairs:
+        assert abs(logprob - expected) < 1e-4 and rank == expected_rank
+        assert [token for token, _ in top] == [token for token, _ in expected_top]
+        assert all(abs(a - b) < 1e-4 for (_, a), (_, b) in zip(top, expected_top, strict=True))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -98,6 +120,18 @@ def test_collectives_of_the_sampler(results: dict[int, dict[str, Any]], size: in
             ("all-reduce", "f32" + few, "top_k"), ("all-reduce", "f32" + one, "mass"),
             ("all-reduce", "f32" + few, "top_p"), ("all-reduce", "f32" + one, "drawn"),
             ("all-reduce", "s32" + one, "index")])
+
+
+def test_no_program_moves_logits(results: dict[int, dict[str, Any]], size: int = 2) -> None:
+    """Not even those that look for alternatives: at most 64 numbers of a row, or a row of the model's width."""
+    assert any(name.startswith("prompt_logprobs") for name in results[size]["collectives"])
+    for name, found in results[size]["collectives"].items():
+        for kind, shapes, part in found:
+            for shape in re.findall(r"\[([\d,]*)\]", shapes):  # several small ones may go together
+                sizes = [int(number) for number in shape.split(",")]
+                of_the_model = not part and sizes[1:] == [MODEL_DIM]
+                from_each = sizes[-1] // size if kind == "all-gather" else sizes[-1]
+                assert of_the_model or len(sizes) == 1 or from_each <= 64, (name, kind, shapes)
 
 
 def test_smollm2_on_three_devices(smollm2_path: Path) -> None:

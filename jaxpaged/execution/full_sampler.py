@@ -7,12 +7,14 @@ from jax import lax
 from jaxpaged.execution.logit_processors import ProcessorState, note_tokens, process_logits
 from jaxpaged.execution.logprobs import packed_logprobs, packed_width
 from jaxpaged.execution.sampler import SamplingState, keep_mask, sample
+from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
 from jaxpaged.scheduling.scheduler import FAILED_TOKEN, NO_TOKEN_LEFT
 
 
 def sample_full(
     logits: jax.Array, state: SamplingState, processors: ProcessorState, slot: jax.Array, position: jax.Array,
     step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[jax.Array, ProcessorState, jax.Array]:
     """Pick one token per row and tell its log probability.
 
@@ -25,34 +27,40 @@ def sample_full(
         step_allowed: [B, W] uint32, tokens that may come in this step, a bit for each.
         num_top: alternatives to report, see `packed_logprobs`.
         processed_logprobs: log probabilities of what is drawn from, not of the model's own logits.
+        vocabulary: how devices share the logits.
 
     Returns:
         Ids [B] as `sample` gives them, or NO_TOKEN_LEFT; the processors' state after them; and `packed_logprobs`
         [B, 2 + 2 * num_top], zeros if no row wants them.
     """
-    processed = process_logits(logits, processors, slot, jnp.asarray(state.processed), position, step_allowed)
-    ids = sample(processed, state, position)
+    active = jnp.asarray(state.processed)
+    processed = process_logits(logits, processors, slot, active, position, step_allowed, vocabulary)
+    ids = sample(processed, state, position, vocabulary)
     failed = ids == FAILED_TOKEN
     # A row that had finite logits before what is forbidden was taken from them is at a dead end, not broken.
-    sound = lax.cond(jnp.any(failed), lambda: _sound(logits), lambda: failed)
+    sound = lax.cond(jnp.any(failed), lambda: _sound(logits, vocabulary), lambda: failed)
     ids = jnp.where(failed & sound, NO_TOKEN_LEFT, ids)
 
     def tell() -> jax.Array:
-        return packed_logprobs(_drawn_from(processed, state) if processed_logprobs else logits, ids, num_top)
+        told = _drawn_from(processed, state, vocabulary) if processed_logprobs else logits
+        return packed_logprobs(told, ids, num_top, vocabulary)
 
     nothing = jnp.zeros((logits.shape[0], packed_width(num_top)), jnp.int32)
-    return (ids, note_tokens(processors, slot, jnp.asarray(state.processed), ids),
+    return (ids, note_tokens(processors, slot, active, ids, vocabulary),
             lax.cond(jnp.any(state.logprobs), tell, lambda: nothing))
 
 
-def _sound(logits: jax.Array) -> jax.Array:
+def _sound(logits: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """[B] whether a row is a distribution: some logit is finite, and none is NaN or plus infinity."""
-    return jnp.any(jnp.isfinite(logits), axis=-1) & ~jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
+    finite = jnp.any(jnp.isfinite(logits), axis=-1)
+    broken = jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
+    counts = vocabulary.sum("sound", jnp.stack([finite, broken], axis=1).astype(jnp.int32))
+    return (counts[:, 0] > 0) & (counts[:, 1] == 0)
 
 
-def _drawn_from(logits: jax.Array, state: SamplingState) -> jax.Array:
+def _drawn_from(logits: jax.Array, state: SamplingState, vocabulary: Vocabulary) -> jax.Array:
     """The logits after temperature and cuts; those of greedy rows as they are."""
     draws = (state.temperature > 0)[:, None]
     scaled = logits / jnp.where(draws, state.temperature[:, None], 1)
-    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p)
+    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p, vocabulary)
     return jnp.where(kept | ~draws, scaled, -jnp.inf)

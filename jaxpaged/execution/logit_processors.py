@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
 from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
@@ -110,7 +111,7 @@ def processors_of(
 
 def process_logits(
     logits: jax.Array, state: ProcessorState, slot: jax.Array, active: jax.Array, position: jax.Array,
-    step_allowed: jax.Array,
+    step_allowed: jax.Array, vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
     """The logits that are drawn from; minus infinity for what must not come.
 
@@ -124,12 +125,13 @@ def process_logits(
         active: [B] bool, whether the slot's row counts.
         position: [B] int32, that the new token will have.
         step_allowed: [B, W] uint32, tokens that may come in this very step, whatever `active` says.
+        vocabulary: how devices share the logits, and the counts with them.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
     repetition = jnp.where(active, state.repetition[slot], 1)
     presence = jnp.where(active, state.presence[slot], 0)
     frequency = jnp.where(active, state.frequency[slot], 0)
-    bias_id = jnp.where(active[:, None], state.bias_id[slot], vocab)
+    bias_id = jnp.where(active[:, None], vocabulary.column(logits, state.bias_id[slot]), vocab)
     last = jnp.where(active[:, None], state.bad_words[slot, :, -1], _NO_TOKEN)
     held = jnp.where((position < state.held_until[slot])[:, None], state.held_back[slot], 0)
     bits = step_allowed & jnp.where(active[:, None], state.allowed[slot] & ~held, _ALL)
@@ -147,11 +149,12 @@ def process_logits(
     def forbid_words(logits: jax.Array) -> jax.Array:
         before, recent = state.bad_words[slot, :, :-1], state.recent[slot]
         complete = jnp.all((before == _NO_TOKEN) | (before == recent[:, None, :]), axis=-1) & (last >= 0)
-        return logits.at[rows, jnp.where(complete, last, vocab)].set(-jnp.inf, mode="drop")
+        return logits.at[rows, jnp.where(complete, vocabulary.column(logits, last), vocab)].set(-jnp.inf, mode="drop")
 
     def forbid_tokens(logits: jax.Array) -> jax.Array:
         spread = bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-        return jnp.where(spread.reshape(bits.shape[0], -1)[:, :vocab] == 1, logits, -jnp.inf)
+        here = lax.dynamic_slice_in_dim(spread.reshape(bits.shape[0], -1), vocabulary.first(logits), vocab, axis=1)
+        return jnp.where(here == 1, logits, -jnp.inf)
 
     for wanted, change in (
         (jnp.any((repetition != 1) | (presence != 0) | (frequency != 0)), penalise),
@@ -163,13 +166,15 @@ def process_logits(
     return logits
 
 
-def note_tokens(state: ProcessorState, slot: jax.Array, active: jax.Array, ids: jax.Array) -> ProcessorState:
+def note_tokens(
+    state: ProcessorState, slot: jax.Array, active: jax.Array, ids: jax.Array, vocabulary: Vocabulary = WHOLE
+) -> ProcessorState:
     """The state once these ids [B] have been drawn; negative ones stand for none."""
     taken = jnp.where(active & (ids >= 0), slot, state.recent.shape[0])  # beyond the end: dropped
     shifted = jnp.concatenate([state.recent[slot, 1:], ids[:, None]], axis=1)
     return replace(
         state,
-        counts=state.counts.at[taken, jnp.maximum(ids, 0)].add(2, mode="drop"),
+        counts=state.counts.at[taken, vocabulary.column(state.counts, jnp.maximum(ids, 0))].add(2, mode="drop"),
         recent=state.recent.at[taken].set(shifted, mode="drop"),
     )
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpaged.execution.block_programs import copy_blocks, gather_blocks, scatter_blocks
@@ -239,7 +238,7 @@ class ProgramSet:
     def largest_temporaries(self) -> int:
         """Memory that the largest step takes for itself, and what its sampling keeps between steps."""
         size = self._shape.sizes[-1]
-        kept = jax.tree.leaves(self._processor_shapes(self._shape.max_num_seqs + 1))
+        kept = jax.tree.leaves(self.processor_shapes(self._shape.max_num_seqs + 1))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) + max(
             self.temporary_bytes(name) for name in (
                 ("forward", size), ("sample_full", self._shape.samples_of(size)), ("prompt_logprobs", SCORED_ROWS)))
@@ -346,20 +345,24 @@ class ProgramSet:
         if kind == "sample_full":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
             rows = self._spec((count,), jnp.int32)
-            processors, allowed = self._processor_shapes(slots), self._processor_shapes(count).allowed
+            processors, allowed = self.processor_shapes(slots), self.processor_shapes(count).allowed
             draw = partial(_sample_full, num_top=min(self._shape.num_top, self._vocab_size),
-                           processed_logprobs=self._shape.processed_logprobs)
-            # Each device gets all of the logits here: what takes them apart further is rare and small.
-            spread = self.placement.spread(draw, REPLICATED, REPLICATED)
+                           processed_logprobs=self._shape.processed_logprobs, vocabulary=self.placement.vocabulary)
+            state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, processors) if self.placement.mesh else None
+            spread = self.placement.spread(
+                draw, (REPLICATED, state_specs, REPLICATED, LOGITS, REPLICATED, REPLICATED, REPLICATED),
+                (REPLICATED, state_specs, REPLICATED, REPLICATED))
             return jax.jit(spread, donate_argnums=(1, 2)).lower(state, processors, ids, logits, rows, rows, allowed)
         if kind == "admit_full":
             return jax.jit(_admit_full, donate_argnums=0).lower(
-                self._processor_shapes(slots), self._processor_shapes(count), self._spec((count,), jnp.int32))
+                self.processor_shapes(slots), self.processor_shapes(count), self._spec((count,), jnp.int32))
         rows = self._placed(jax.eval_shape(lambda: state_of((), count)))
         return jax.jit(_admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
 
-    def _processor_shapes(self, rows: int) -> Any:
-        return self._placed(jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size)))
+    def processor_shapes(self, rows: int) -> ProcessorState:
+        """Shapes and shardings of so many rows; devices share the counts as they share the logits."""
+        shapes: ProcessorState = jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size))
+        return replace(self._placed(shapes), counts=self._spec_of(shapes.counts, LOGITS))
 
     def _forward(
         self, size: int, *, samples_all: bool = False, hidden: bool = False
@@ -399,7 +402,7 @@ class ProgramSet:
         return forward
 
     def _score(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
-        forward, placement = self._forward(size, samples_all=True), self.placement
+        forward, vocabulary = self._forward(size, samples_all=True), self.placement.vocabulary
         num_top = min(self._shape.num_top, self._vocab_size)
 
         def score(
@@ -408,9 +411,7 @@ class ProgramSet:
             """As a step of `size` rows, all known; log probabilities of the ids [size] at the end of `packed`."""
             no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
             logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
-            if placement.axis:
-                logits = lax.all_gather(logits, placement.axis, axis=1, tiled=True)
-            return pools, block_table, packed_logprobs(logits, packed[4 * size :], num_top)
+            return pools, block_table, packed_logprobs(logits, packed[4 * size :], num_top, vocabulary)
 
         return score
 
@@ -457,12 +458,13 @@ def _sample_in_kernel(
 
 def _sample_full(
     state: SamplingState, processors: ProcessorState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
-    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool,
+    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, vocabulary: Vocabulary,
 ) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
     """Ids [B], both states of the slots with them written, and log probabilities [B, 2 + 2 * num_top]."""
     rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
     ids, processors, logprobs = sample_full(
-        logits, rows, processors, slot, position, step_allowed, num_top=num_top, processed_logprobs=processed_logprobs)
+        logits, rows, processors, slot, position, step_allowed, num_top=num_top, processed_logprobs=processed_logprobs,
+        vocabulary=vocabulary)
     return ids, processors, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
 
 

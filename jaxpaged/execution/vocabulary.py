@@ -6,6 +6,7 @@ few, under a name that the compiled program keeps.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,20 @@ class Vocabulary:
         """V, of a device's part [B, V / shards]."""
         return part.shape[1] * self.shards
 
+    def first(self, part: jax.Array) -> jax.Array | int:
+        """Index in the whole vocabulary of a part's first column."""
+        return 0 if self.axis is None else lax.axis_index(self.axis) * part.shape[1]
+
     def index(self, part: jax.Array) -> jax.Array:
         """Index in the whole vocabulary of each element of a part, int32 of its shape."""
-        index = lax.broadcasted_iota(jnp.int32, part.shape, 1)
-        return index if self.axis is None else index + lax.axis_index(self.axis) * part.shape[1]
+        return lax.broadcasted_iota(jnp.int32, part.shape, 1) + self.first(part)
+
+    def column(self, part: jax.Array, ids: jax.Array) -> jax.Array:
+        """Columns of a part that these ids have; those of other devices lie beyond its end."""
+        if self.axis is None:
+            return ids
+        column = ids - self.first(part)
+        return jnp.where((column >= 0) & (column < part.shape[1]), column, part.shape[1])
 
     def sum(self, name: str, part: jax.Array) -> jax.Array:
         """Sum of what each device has found, [B] or [B, few]."""
@@ -44,6 +55,10 @@ class Vocabulary:
     def min(self, name: str, part: jax.Array) -> jax.Array:
         """Smallest of what each device has found."""
         return self._over(name, lax.pmin, part)
+
+    def gather(self, name: str, part: jax.Array) -> jax.Array:
+        """[B, few] of each device, side by side."""
+        return self._over(name, partial(lax.all_gather, axis=1, tiled=True), part)
 
     def hide_padding(self, logits: jax.Array, size: int) -> jax.Array:
         """Logits of the columns from `size` on, which stand for no token, as minus infinity."""
