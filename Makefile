@@ -48,7 +48,7 @@ bench: .venv-test/.installed  ## offline throughput of the embedded default (WOR
 
 .PHONY: clean
 clean:  ## remove the environments and everything generated
-	rm -rf .venv .venv-test .venv-test312 .cache-test build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-clients .venv-test .venv-test312 .cache-test build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.installed: pyproject.toml

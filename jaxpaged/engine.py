@@ -54,6 +54,7 @@ class Engine:
         self.info: EngineInfo = ready.info
         self._runner: ModelRunner = ready.runner
         self._allocator = BlockAllocator(ready.info.num_blocks)
+        self._host = HostTier(ready.info.num_host_blocks, ready.chunk_sizes) if ready.info.num_host_blocks else None
         self._scheduler = Scheduler(
             self._allocator,
             block_size=ready.info.block_size,
@@ -62,7 +63,7 @@ class Engine:
             step_sizes=ready.shape.sizes,
             policy=POLICIES[config.scheduling_policy](),
             prefix_caching=config.enable_prefix_caching,
-            host=HostTier(ready.info.num_host_blocks, ready.chunk_sizes) if ready.info.num_host_blocks else None,
+            host=self._host,
             swap=config.preemption_mode == "swap",
         )
         self._constraints = Constraints(
@@ -151,7 +152,7 @@ class Engine:
 
     def pool_state(self) -> PoolState:
         """What every KV block is used for now."""
-        return PoolState(self._allocator.letters())
+        return PoolState(self._allocator.letters(), self._host.num_used if self._host is not None else 0)
 
     def update_weights(self, params: Mapping[Any, Any]) -> None:
         """Use other weights from the next step on.

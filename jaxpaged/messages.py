@@ -178,7 +178,7 @@ class PoolState:
     Attributes:
         blocks: a letter for each block but the null block: f free, o owned by one request, s shared by several,
             c free with content that a later request may share.
-        swapped: blocks of waiting requests that lie in host memory.
+        swapped: blocks whose content lies in host memory.
     """
 
     blocks: str

@@ -149,6 +149,26 @@ def _texts(ids: list[int]) -> list[int]:
     return [ord(found.get(number, "\u0100")) for number in ids]
 
 
+CITY: list[Any] = [{"type": "function", "function": {"name": name, "parameters": {
+    "type": "object", "properties": {"city": {"enum": [city]}}, "required": ["city"], "additionalProperties": False}}}
+    for name, city in (("weather", "Oslo"), ("clock", "Rome"))]
+
+
+@pytest.mark.parametrize(("choice", "expected"), [
+    ("required", [("weather", "Oslo"), ("clock", "Rome")]),
+    ({"type": "function", "function": {"name": "clock"}}, [("clock", "Rome")]),
+])
+def test_calls_that_are_demanded(client: openai.OpenAI, choice: Any, expected: list[Any]) -> None:
+    """The model would say something else: it is held to the calls' form."""
+    more: dict[str, Any] = {"tools": CITY, "tool_choice": choice, "max_tokens": 300, "parallel_tool_calls": False}
+    answer = ask(client, "words", **more).choices[0]
+    message, reason = simple(answer)
+    assert message["content"] is None and reason == ("tool_calls" if choice == "required" else "stop")
+    [call] = message["tool_calls"]
+    assert (call["name"], json.loads(call["arguments"])["city"]) in expected
+    assert stream(client, "words", **more)[:2] == (message, reason)
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": [{}]}, "tools"), ({"tools": [{"type": "retrieval"}]}, "tools"), ({"tools": "x"}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
