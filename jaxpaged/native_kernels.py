@@ -9,6 +9,7 @@ from jaxpaged.loading.hub import cache_dir
 from jaxpaged.models.attention import can_run_natively
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.pallas_kernels import native_attention, native_build, native_linear
+from jaxpaged.pallas_kernels.kv_pages import is_scaled
 from jaxpaged.planning import Report
 
 
@@ -31,6 +32,8 @@ def choose_native(
             raise ConfigError("--cpu-attention native computes plain causal attention only, and this model asks for "
                               "more; leave it out")
         attention = False
+    if platform == "cpu" and config.cpu_attention == "auto" and is_scaled(cache_dtype):
+        report("XLA computes attention, more slowly than the native kernel would, which reads no 8-bit pages")
     linear = _wanted("--cpu-linear", config.cpu_linear, platform, {"--dtype": dtype})
     kernels = [native_attention.KERNEL] * attention + [native_linear.KERNEL] * linear
     failure = native_build.build(cache_dir() / "native", kernels) if kernels else None

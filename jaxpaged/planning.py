@@ -30,6 +30,7 @@ from jaxpaged.execution.sharding import (
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily
 from jaxpaged.models.transformer import Transformer
+from jaxpaged.pallas_kernels.kv_pages import most_addressable, page_dtype
 
 Report = Callable[[str], None]
 
@@ -143,8 +144,7 @@ def make_plan(
     """
     on_cpu = device.platform == "cpu"
     partition = partition_of(model, config.tensor_parallel_size)
-    cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    cache = KVCacheSpec.of(model, config.block_size, cache_dtype)
+    cache = KVCacheSpec.of(model, config.block_size, page_dtype(config.kv_cache_dtype, dtype))
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     budget = config.max_num_batched_tokens or (256 if on_cpu else 8192)
     max_model_len = _context(config, model)
@@ -164,7 +164,14 @@ def make_plan(
                           config.logprobs_mode == "processed_logprobs", config.enable_embeddings)
         return EnginePlan(whole, partition, dtype, cache, shape, budget, max_model_len, memory)
 
-    found = plan(config.num_gpu_blocks_override, temporaries(plan(TRIAL_BLOCKS, 0)))
+    temporary_bytes = temporaries(plan(TRIAL_BLOCKS, 0))
+    found = plan(config.num_gpu_blocks_override, temporary_bytes)
+    numbers = config.block_size * model.num_kv_heads * model.head_dim // partition.kv
+    addressable = most_addressable(found.memory.num_blocks, numbers, cache.dtype)
+    if not on_cpu and addressable < found.memory.num_blocks:
+        report(f"the KV pool is lowered from {found.memory.num_blocks:,} blocks to {addressable:,}: of one-byte "
+               "numbers the kernels can address 2 GiB per layer")
+        found = plan(addressable, temporary_bytes)
     if not found.memory.fits:
         raise ConfigError(refusal(found.memory, _remedies(found, config, model, whole, on_cpu)))
     if found.memory.tokens < max_model_len:

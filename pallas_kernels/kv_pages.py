@@ -26,6 +26,21 @@ class KVPages(NamedTuple):
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}  # dtypes that need scales
 
 
+def page_dtype(name: str, model_dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype that --kv-cache-dtype names."""
+    return jnp.dtype({"auto": model_dtype, "fp8": jnp.float8_e4m3fn}.get(name, name))
+
+
+def most_addressable(num_pages: int, page_numbers: int, dtype: jnp.dtype) -> int:
+    """The most pages, up to `num_pages`, that the GPU kernels can address in one array.
+
+    Triton counts the numbers of arrays of up to 4 GiB with 31 bits: too few for one-byte numbers beyond 2 GiB.
+    """
+    if jnp.dtype(dtype).itemsize == 1 and 2**31 <= num_pages * page_numbers <= 2**32:
+        return (2**31 - 1) // page_numbers
+    return num_pages
+
+
 def is_scaled(dtype: jnp.dtype) -> bool:
     """Whether pages of this dtype come with scales."""
     return jnp.dtype(dtype) in LARGEST

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
-from jaxpaged.pallas_kernels.kv_pages import KVPages
+from jaxpaged.pallas_kernels.kv_pages import KVPages, most_addressable
 from jaxpaged.pallas_kernels.lowering import GpuTarget, dot, launch, load, store
 from jaxpaged.pallas_kernels.tiles import ATTENTION, MANY_TOKENS, AttentionTiles
 from jaxpaged.pallas_kernels.work_list import WorkList, WorkSizes, most_tiles
@@ -76,8 +76,8 @@ def paged_attention(
     assert page_size & (page_size - 1) == 0, f"the page size must be a power of two, not {page_size}"
     assert sizes.tile_tokens * group <= row_count, (sizes.tile_tokens, group, row_count)
     assert pages.k.dtype != jnp.float8_e4m3fn or target.has_fp8, f"no float8_e4m3fn on {target.compute_capability}"
-    # Triton's offsets are signed and of 32 bits up to 4 GiB per array.
-    assert pages.k.dtype.itemsize > 1 or not 2**31 <= pages.k.size <= 2**32, f"pools of {pages.k.size} bytes"
+    num_pages = pages.k.shape[0]
+    assert most_addressable(num_pages, pages.k.size // num_pages, pages.k.dtype) == num_pages, pages.k.shape
 
     out, partials, logsums = launch(
         partial(_attention_kernel, rule=rule, group=group, head_dim=head_dim, page_size=page_size, tiles=tiles),

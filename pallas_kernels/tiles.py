@@ -35,22 +35,23 @@ class AttentionTable:
 
 MANY_TOKENS = 32  # steps from this size on also have large tiles
 
-# By generation and bytes per stored number.
+# By generation and bytes per stored number. float32 is multiplied as such, without tensor cores: tiles of 64 rows would
+# spill.
 ATTENTION: dict[str, dict[int, AttentionTable]] = {
     "ampere": {
-        1: AttentionTable(AttentionTiles((16,), 32, 4, 3, 3), AttentionTiles((16, 64), 32, 4, 3, 2)),
+        1: AttentionTable(AttentionTiles((16,), 32, 8, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 2)),
         2: AttentionTable(AttentionTiles((16,), 64, 4, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 2)),
-        4: AttentionTable(AttentionTiles((16,), 32, 4, 2, 1), AttentionTiles((16, 64), 32, 4, 2, 1)),
+        4: AttentionTable(AttentionTiles((16,), 16, 4, 3, 3), AttentionTiles((16,), 16, 4, 3, 3)),
     },
     "ada": {
-        1: AttentionTable(AttentionTiles((16,), 32, 4, 3, 3), AttentionTiles((16, 64), 32, 4, 3, 1)),
+        1: AttentionTable(AttentionTiles((16,), 32, 8, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 1)),
         2: AttentionTable(AttentionTiles((16,), 32, 4, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 1)),
-        4: AttentionTable(AttentionTiles((16,), 32, 4, 2, 1), AttentionTiles((16, 64), 32, 4, 2, 1)),
+        4: AttentionTable(AttentionTiles((16,), 16, 4, 3, 2), AttentionTiles((16,), 16, 4, 3, 2)),
     },
     "hopper": {
         1: AttentionTable(AttentionTiles((16,), 32, 4, 3, 4), AttentionTiles((16, 64), 64, 4, 3, 2)),
         2: AttentionTable(AttentionTiles((16,), 64, 4, 3, 3), AttentionTiles((16, 64), 64, 4, 3, 2)),
-        4: AttentionTable(AttentionTiles((16,), 32, 4, 2, 2), AttentionTiles((16, 64), 32, 4, 2, 1)),
+        4: AttentionTable(AttentionTiles((16,), 16, 4, 3, 4), AttentionTiles((16,), 16, 4, 3, 4)),
     },
 }
 

@@ -354,7 +354,7 @@ def test_unknown_engine_arguments_are_refused_with_a_suggestion(model_path: Path
 
 @pytest.mark.parametrize("arguments", [
     {"tensor_parallel_size": 2}, {"quantization": "awq"},
-    {"scheduling_policy": "shortest"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"},
+    {"scheduling_policy": "shortest"}, {"kv_cache_dtype": "int4"},
     {"load_format": "gguf"},
 ], ids=str)
 def test_engine_arguments_that_cannot_work_are_errors_not_silence(model_path: Path, arguments: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxpaged.errors import ConfigError
 from jaxpaged.execution.block_programs import copy_blocks, gather_blocks, scatter_blocks
 from jaxpaged.execution.full_sampler import sample_full
 from jaxpaged.execution.kv_cache import KVCacheSpec
@@ -131,6 +132,9 @@ class ProgramSet:
         native: parts that do not run on XLA.
         store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
         chunk_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
+
+    Raises:
+        ConfigError: the device cannot work with the dtype of the pools.
     """
 
     def __init__(
@@ -157,6 +161,9 @@ class ProgramSet:
         self._platform = platform
         self._native = native
         self._target = GpuTarget.of(placement.devices[0]) if platform == "cuda" else None
+        if self._target is not None and cache.dtype == jnp.float8_e4m3fn and not self._target.has_fp8:
+            raise ConfigError(f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, and "
+                              f"{placement.devices[0].device_kind} is older; use int8")
         self._cache_dtype = cache.dtype
         self.placement = placement
         self._vocab_size = vocab_size

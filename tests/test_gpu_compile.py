@@ -1,0 +1,157 @@
+"""The attention kernel, compiled for GPUs that are not there: what interpreting it cannot see.
+
+Each variant must lower, keep its registers, load its pages 16 bytes at a time while it computes, and use tensor cores.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.execution import aot
+from jaxpaged.execution.gpu_targets import GpuSpec, find_gpu
+from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.pallas_kernels import paged_attention
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
+from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
+from jaxpaged.pallas_kernels.work_list import make_work_list
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window and softcap": {"window": 1000, "softcap": 30.0},
+    "alibi and sinks": {"alibi": True, "sinks": True},
+    "everything": {"window": 4096, "softcap": 50.0, "alibi": True, "sinks": True},
+}
+FACTORS: tuple[tuple[Any, ...], ...] = (
+    (128, 64, 80, 96, 256),  # head size
+    ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn"),  # pages
+    (16, 32, 64, 128),  # page size
+    (4, 1, 7, 16),  # query heads per kv head
+    tuple(FEATURES),
+    (8, 64),  # tokens: small tiles alone, and both
+)
+Variant = tuple[Any, ...]
+
+
+def pairwise() -> list[Variant]:
+    """Variants in which every two values of different factors meet, picked one by one for the most new pairs."""
+    def pairs(variant: Variant) -> set[tuple[int, Any, int, Any]]:
+        return {(a, variant[a], b, variant[b]) for a, b in itertools.combinations(range(len(variant)), 2)}
+
+    every = list(itertools.product(*FACTORS))
+    missing = set().union(*map(pairs, every))
+    found = []
+    while missing:
+        best = max(every, key=lambda variant: len(pairs(variant) & missing))
+        found.append(best)
+        missing -= pairs(best)
+    return found
+
+
+VARIANTS = pairwise()
+
+
+def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path) -> aot.ProgramFacts:
+    head_dim, pages, page_size, group, features, tokens = variant
+    rule, kv_heads, slots = FEATURES[features], 4, 256
+    [device] = aot.compile_only_devices(gpu)
+    target = GpuTarget.of(device)
+    page_dtype = jnp.dtype(pages)
+    tiles = paged_attention.choose_tiles(target, tokens, group, head_dim, page_dtype)
+    sizes = paged_attention.work_sizes(target, tiles, tokens, slots, group * kv_heads, kv_heads)
+    dtype = page_dtype if page_dtype.itemsize > 1 else jnp.dtype(jnp.bfloat16)
+
+    def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+    [pools] = jax.tree.map(lambda leaf: shape(leaf.shape, leaf.dtype),
+                           KVCacheSpec(1, kv_heads, head_dim, page_size, page_dtype).shapes(1024))
+    numbers = shape((group * kv_heads,), jnp.float32)
+
+    def run(q: Any, pools: Any, bias: Any, table: Any, slot: Any, position: Any) -> Any:
+        work = make_work_list(slot, position, slots, sizes, rule.get("window"))
+        return paged_attention.paged_attention(
+            q, pools, table, work, AttentionRule(0.1, rule.get("window"), rule.get("softcap")), bias, tiles=tiles,
+            target=target)
+
+    bias = HeadBias(*(numbers if rule.get(name) else None for name in ("alibi", "sinks")))  # type: ignore[arg-type]
+    with lowering_for(device):
+        lowered = jax.jit(run).lower(shape((tokens, group * kv_heads, head_dim), dtype), pools, bias,
+                                     shape((slots + 1, 64), jnp.int32), shape((tokens,), jnp.int32),
+                                     shape((tokens,), jnp.int32))
+    with aot.no_persistent_cache():
+        compiled = lowered.compile(compiler_options=aot.dump_options(folder))
+    return aot.analyse(compiled, folder, kernels="paged_attention")
+
+
+def check(name: str, variant: Variant, folder: Path) -> None:
+    _, pages, _, _, _, tokens = variant
+    gpu = find_gpu(name)
+    if pages == "float8_e4m3fn" and gpu.compute_capability < (8, 9):
+        with pytest.raises(AssertionError, match="no float8_e4m3fn"):
+            compile_attention(gpu, variant, folder)
+        return
+    facts = compile_attention(gpu, variant, folder)
+    kernel, launch = facts.kernel("paged_attention"), facts.launch("paged_attention")
+    assert not kernel.spill_bytes and not facts.kernel("paged_attention_combine").spill_bytes
+    assert kernel.async_loads > 0 and kernel.overlaps
+    # Heads of 80 and 96 load rows whose ends are masked, in the same 16 bytes; scales are 4 bytes each.
+    assert jnp.dtype(pages).itemsize == 1 or not kernel.narrow_async_loads
+    assert (kernel.mma > 0) == (pages != "float32")
+    assert (kernel.wgmma > 0) == (pages != "float32" and tokens > 8 and gpu.compute_capability >= (9, 0))
+    assert aot.resident_blocks(kernel, launch, gpu) >= 1
+    assert facts.command_buffers == 1 and not facts.outside_graphs
+
+
+def test_the_set_is_pairwise_and_small() -> None:
+    assert len(VARIANTS) <= 32, len(VARIANTS)
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: "-".join(map(str, VARIANTS[number])))
+def test_every_pair_of_choices_compiles(number: int, tmp_path: Path) -> None:
+    """For the two GPUs in turn; for both in the slow tests."""
+    check(("h200", "a100-80g")[number % 2], VARIANTS[number], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h200", "a100-80g", "l4"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+def test_every_variant_compiles_for_every_generation(name: str, variant: Variant, tmp_path: Path) -> None:
+    check(name, variant, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "tokens", "registers", "resident", "waits"), [
+    ("h200", 8, 128, 3, (2, 0)), ("h200", 64, 168, 2, (2, 0, 2, 0)),
+    ("a100-80g", 8, 128, 2, (2, 0)), ("a100-80g", 64, 248, 2, (2, 0, 2, 0)),
+])
+def test_the_shipped_tiles_of_an_8b_model(
+    name: str, tokens: int, registers: int, resident: int, waits: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Heads of 128, 4 to a kv head, bfloat16 pages of 16: at most so many registers, at least so many programs at once.
+
+    Two groups of loads stay under way while a block is computed; the zeros stand after the loops.
+    """
+    gpu = find_gpu(name)
+    facts = compile_attention(gpu, (128, "bfloat16", 16, 4, "plain", tokens), tmp_path)
+    kernel, launch = facts.kernel("paged_attention"), facts.launch("paged_attention")
+    assert kernel.registers <= registers and not kernel.spill_bytes
+    assert aot.resident_blocks(kernel, launch, gpu) >= resident
+    assert kernel.wait_groups == waits
+    assert not kernel.narrow_async_loads and kernel.wide_stores > 0
+
+
+def test_fp8_pages_are_refused_where_the_gpu_has_no_fp8() -> None:
+    """With an error: the compiler would end the process."""
+    from jaxpaged.execution.programs import ProgramSet, StepShape
+    from jaxpaged.execution.sharding import Partition, Placement
+
+    devices = aot.compile_only_devices(find_gpu("a100-80g"))
+    cache = KVCacheSpec(1, 1, 16, 16, jnp.dtype(jnp.float8_e4m3fn))
+    shape: Any = StepShape((2,), 2, 4, 16, 8)
+    with pytest.raises(ConfigError, match=r"fp8 needs a GPU of compute capability 8\.9 or newer.*A100.*use int8"):
+        ProgramSet(None, {}, None, cache, shape, axes={},  # type: ignore[arg-type]
+                   placement=Placement.of(devices, Partition()), vocab_size=1, platform="cuda")
