@@ -146,8 +146,7 @@ class Attention(nnx.Module):
         if isinstance(work, GpuAttention):
             q, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.place, pages, target=work.target)
         else:
-            if not self.alibi_heads:
-                q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
+            q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
             pages = write_kv(pages, k, v, meta.page, meta.place)
         if work is None:
             y = native_attention.paged_attention(
