@@ -24,7 +24,8 @@ MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow
 
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",),
+    "suffix": ("",), "echo": (False,), "top_logprobs": (0,), "max_completion_tokens": (),  # some on one endpoint only
+    "continue_final_message": (False,), "chat_template_kwargs": ({},), "parallel_tool_calls": (True, False),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "documents": ([],), "chat_template": (),
     "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
@@ -122,7 +123,7 @@ class _Request(Body):
             neutral = _NOT_SUPPORTED.get(name)
             if neutral is not None and value is not None and not any(
                     type(value) is type(item) and value == item for item in neutral):
-                raise NotSupportedError(f"{name} is not supported yet; leave it out", param=name)
+                raise NotSupportedError(f"{name} is not supported here; leave it out", param=name)
         if self.stream_options is not None:
             if not self.stream:
                 raise RequestError("stream_options needs stream to be true", param="stream_options")

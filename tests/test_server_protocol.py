@@ -306,3 +306,14 @@ def test_beam_search_in_a_request() -> None:
     params = body.sampling_params(16, {})
     assert params.use_beam_search and (params.n, params.best_of) == (2, 4)
     assert (params.length_penalty, params.early_stopping) == (0.5, "never")
+
+
+def test_fields_of_the_other_endpoint_are_not_ignored() -> None:
+    for kind, fields in ((CompletionRequest, {"top_logprobs": 2, "max_completion_tokens": 5,
+                                              "continue_final_message": True, "chat_template_kwargs": {"a": 1}}),
+                         (ChatCompletionRequest, {"echo": True})):
+        for name, value in fields.items():
+            with pytest.raises(NotSupportedError) as caught:
+                read(kind, **{name: value})
+            assert caught.value.param == name
+            assert read(kind, **{name: None})
