@@ -104,7 +104,6 @@ class InputProcessor:
         """
         if params is None:
             params, lower_max_tokens = self._default, True
-        params.check_supported()
         self._check_logprobs(params)
         self._check_priority(priority)
         if isinstance(prompt, Mapping) and cache_salt is None:
@@ -129,10 +128,11 @@ class InputProcessor:
             _check_beams(params, len(stop_token_ids))
         seed = None if params.seed is None else params.seed % 2**64
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        ids_of_choices = sequence_ids(request_id, params.n)
+        ids_of_choices = sequence_ids(request_id, params.num_sequences)
+        drawn = params.for_engine()
         leader = ids_of_choices[0] if grammar is None else None  # each choice waits for its own mask
         sequences = tuple(
-            EngineRequest(sequence_id, ids, params, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
+            EngineRequest(sequence_id, ids, drawn, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
                           arrival_time, priority, cache_salt, fork_of=leader if choice else None,
                           skip_prefix_read=params.prompt_logprobs is not None, grammar=grammar)
             for choice, sequence_id in enumerate(ids_of_choices))

@@ -103,9 +103,10 @@ class OutputProcessor:
             raise RequestError("stop strings need a tokenizer", param="stop")
         request = _Request(request_id, prompt, tuple(prompt_token_ids), params, arrival_time, max_tokens)
         tokenizer = self._tokenizer if params.detokenize else None
-        ids = sequence_ids(request_id, params.n)
+        ids = sequence_ids(request_id, params.num_sequences)
+        drawn = params.for_engine()
         for index, sequence_id in enumerate(ids):
-            choice = _Choice(index, sequence_id, params, tokenizer, request.prompt_token_ids)
+            choice = _Choice(index, sequence_id, drawn, tokenizer, request.prompt_token_ids)
             request.choices.append(choice)
             self._sequences[sequence_id] = request, choice
         self._requests[request_id] = request
@@ -347,15 +348,25 @@ class _Request:
         """The output that is due now, if one is."""
         kind = self.params.output_kind
         finished = self.finished
-        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+        compared = self.params.num_sequences > self.params.n
+        if (kind is RequestOutputKind.FINAL_ONLY or compared) and not finished:
             return None
-        whole = kind is not RequestOutputKind.DELTA
+        whole = kind is not RequestOutputKind.DELTA or compared
         outputs = tuple(choice.output(whole) for choice in self.choices if whole or choice.has_news)
+        if compared:
+            outputs = self._best(outputs)
         if self.params.prompt_logprobs is not None and self.prompt_logprobs is None and len(self.prompt_token_ids) == 1:
             self.prompt_logprobs = (None,)
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, finished,
                              self.prompt_logprobs, metrics=self._metrics(), num_cached_tokens=self.num_cached_tokens,
                              embedding=self.embedding)
+
+    def _best(self, outputs: Sequence[CompletionOutput]) -> tuple[CompletionOutput, ...]:
+        """The n with the highest cumulative log probability, the best first."""
+        best = sorted(outputs, key=lambda output: -(output.cumulative_logprob or 0.0))[: self.params.n]
+        if self.params.logprobs is None:
+            best = [replace(output, logprobs=None, text_offsets=()) for output in best]
+        return tuple(replace(output, index=index) for index, output in enumerate(best))
 
     def figures(self) -> FinishedRequest:
         """What the metrics want of an ended request."""

@@ -3,10 +3,10 @@
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxpaged.errors import NotSupportedError, RequestError
+from jaxpaged.errors import RequestError
 
 MAX_N = 128
 MAX_LENGTH_PENALTY = 10
@@ -75,7 +75,7 @@ class SamplingParams:
 
     Args:
         n: number of choices, 1 to 128.
-        best_of: choices to draw before the best n are returned, >= n.
+        best_of: choices to draw, >= n, of which the n with the highest cumulative log probability are returned.
         presence_penalty, frequency_penalty: -2 to 2.
         repetition_penalty: > 0; 1 is off.
         temperature: >= 0; 0 is greedy.
@@ -196,6 +196,15 @@ class SamplingParams:
         return self.logprobs is not None or self.has_processors
 
     @property
+    def num_sequences(self) -> int:
+        """Choices that are drawn; a beam search is one request of the engine's that gives n."""
+        return self.n if self.best_of is None or self.use_beam_search else self.best_of
+
+    def for_engine(self) -> "SamplingParams":
+        """What the engine has to know: where choices are compared, it tells log probabilities."""
+        return replace(self, logprobs=self.logprobs or 0) if self.num_sequences > self.n else self
+
+    @property
     def has_penalties(self) -> bool:
         """True where the tokens so far count."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
@@ -205,23 +214,6 @@ class SamplingParams:
         """True where something changes the logits before the draw."""
         return (self.has_penalties or self.min_tokens > 0 or bool(self.logit_bias) or bool(self.bad_words)
                 or self.allowed_token_ids is not None)
-
-    def check_supported(self) -> None:
-        """Refuse what the API knows and this version cannot do.
-
-        Raises:
-            NotSupportedError: names the first such field.
-        """
-        for item in fields(self):
-            if item.name == "best_of" and self.use_beam_search:
-                continue
-            if item.name in _NOT_SUPPORTED and getattr(self, item.name) != item.default:
-                raise NotSupportedError(f"{item.name} is not supported yet; leave it out", param=item.name)
-
-
-_NOT_SUPPORTED = frozenset(
-    {"best_of"}
-)
 
 
 def _bad_structure(text: str) -> RequestError:

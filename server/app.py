@@ -219,7 +219,7 @@ class Api:
                       finish_reason: str = "stop", make_reader: MakeReader | None = None) -> Response:
         self._check_serving()  # once more: reading the body may have taken its time
         ordinal = uuid.uuid4().hex
-        stream = self._client.admit(len(prompts) * params.n)
+        stream = self._client.admit(len(prompts) * params.num_sequences)
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
                 requests = await self._submit(stream, prepare, ordinal, prompts)

@@ -226,7 +226,7 @@ class EngineClient:
                                         n=request.params.n, max_tokens=request.max_tokens,
                                         arrival_time=request.arrival_time)
             self._streams[request.request_id] = stream
-            stream.running[request.request_id] = request.params.n
+            stream.running[request.request_id] = request.params.num_sequences
             messages += request.sequences
         self._outbox.put(messages)
 

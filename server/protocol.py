@@ -159,7 +159,8 @@ class _Request(Body):
             given["prompt_logprobs"] = max(logprobs or 0, self.prompt_logprobs or 0)
         params = SamplingParams(**{**defaults, "max_tokens": default_max_tokens, **given,
                                    "output_kind": RequestOutputKind.DELTA})
-        params.check_supported()
+        if self.stream and params.num_sequences > params.n:
+            raise RequestError("best_of above n needs stream to be false", param="best_of")
         return params
 
     @property
@@ -250,7 +251,6 @@ class ChatCompletionRequest(_Request):
                 raise RequestError("tool_choice and a form for the answer exclude each other; leave one out",
                                    param="tool_choice")
             params = replace(params, structured_outputs=StructuredOutputsParams(json=use.schema))
-            params.check_supported()
         elif use.grammar is not None and self.skip_special_tokens is None:
             params = replace(params, skip_special_tokens=False)  # some models mark their calls with them
         return params

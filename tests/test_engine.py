@@ -432,6 +432,12 @@ class Compilations:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
+FULL = [
+    SamplingParams(logprobs=20), SamplingParams(prompt_logprobs=3), SamplingParams(frequency_penalty=1, min_tokens=3),
+    SamplingParams(logit_bias={3: 1.0}, repetition_penalty=1.2), SamplingParams(allowed_token_ids=[1, 2]),
+]
+
+
 def test_nothing_compiles_once_the_engine_is_ready(make_engine: MakeEngine) -> None:
     """Not even for the first request, nor for the first of any kind."""
     with Compilations() as seen:
@@ -444,6 +450,8 @@ def test_nothing_compiles_once_the_engine_is_ready(make_engine: MakeEngine) -> N
             compiled = engine.stats().compilations
             assert compiled == engine.info.num_programs
             run(engine, BATCH + SAMPLED)
+            run(engine, [request(f"full {number}", random_prompt(9, number), 9, params)
+                         for number, params in enumerate(FULL)])
             run(engine, [request("stop", [1, 2], 9, stop_token_ids=frozenset(range(0, VOCAB, 2)))])
             for item in BATCH:
                 engine.add_request(item)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
+from jaxpaged.errors import ConfigError, ContextLengthError, RequestError
 from jaxpaged.input_processor import InputProcessor, default_sampling_params, normalise_messages
 from jaxpaged.output_processor import OutputProcessor
 from jaxpaged.sampling_params import SamplingParams
@@ -153,11 +153,6 @@ def test_the_early_bound_refuses_nothing_that_fits(text: str) -> None:
 
 
 # Parameters
-
-
-def test_unsupported_parameters_are_refused() -> None:
-    error = refused([5], SamplingParams(best_of=2))
-    assert isinstance(error, NotSupportedError) and error.param == "best_of"
 
 
 @pytest.mark.parametrize(("params", "stops", "eos"), [

@@ -208,10 +208,6 @@ def test_the_models_end_id_ends_a_text_unless_ignored(tmp_path: Path, model_path
 
 
 def test_what_is_not_supported_yet_says_so(llm: LLM) -> None:
-    fields: dict[str, Any] = {"logprobs": 1, "presence_penalty": 0.5, "logit_bias": {1: 2.0}, "best_of": 2}
-    for field, value in fields.items():
-        with pytest.raises(NotSupportedError, match=f"{field} is not supported yet"):
-            llm.generate([[1]], SamplingParams(**{field: value}), use_tqdm=False)
     for call in (llm.embed,):
         with pytest.raises(NotSupportedError, match="not supported yet"):
             call(["x"])

@@ -156,6 +156,19 @@ def test_a_stop_string_cuts_the_logprobs_with_the_ids(llm: LLM) -> None:
         entry[token].logprob for token, entry in zip(cut.token_ids, cut.logprobs, strict=True)))
 
 
+def test_the_best_of_several_choices_are_returned(llm: LLM) -> None:
+    """Those with the highest cumulative log probability of all that the same seed draws."""
+    params = SamplingParams(n=6, seed=3, max_tokens=12, ignore_eos=True, logprobs=0)
+    [every] = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    wanted = sorted(every.outputs, key=lambda output: -(output.cumulative_logprob or 0))[:2]
+    for logprobs in (0, None):
+        best = replace(params, n=2, best_of=6, logprobs=logprobs)
+        [found] = llm.generate([PROMPTS[1]], best, use_tqdm=False)
+        assert [output.token_ids for output in found.outputs] == [output.token_ids for output in wanted]
+        assert [output.index for output in found.outputs] == [0, 1]
+        assert all((output.logprobs is None) == (logprobs is None) for output in found.outputs)
+
+
 @pytest.mark.parametrize("count", [21, 257, 10**6])
 def test_more_alternatives_than_allowed(llm: LLM, count: int) -> None:
     with pytest.raises(ValueError, match="at most 20") as caught:
