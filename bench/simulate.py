@@ -15,6 +15,7 @@ Alpaca, one in ten is important (for `priority`). Latency is seconds per token o
 import argparse
 import itertools
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -37,7 +38,8 @@ from bench.common import (
 from bench.simulation import Device, StepTime, fit_step_time, simulate
 from bench.traffic import DATASETS, Arrival, poisson_traffic
 
-RATES = {"sharegpt": (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5), "alpaca": (2.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0)}
+RATES = {"sharegpt": (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5),
+         "alpaca": (2.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0)}
 HOPELESS_SECONDS = 2.0  # a mean latency beyond which a curve is not followed to higher rates
 HINT_ERROR = 0.7
 
@@ -188,8 +190,8 @@ def measured_device(engine: dict[str, Any], context: int) -> Device:
 
 
 def _rows(points: Iterable[Point]) -> list[list[object]]:
-    return [[point.dataset, point.variant, f"{point.rate:g}", f"{point.mean:.3f}", f"{point.p99:.3f}",
-             f"{point.important_mean:.3f} / {point.important_p99:.3f}", f"{point.first_token_p99:.2f}",
+    return [[point.dataset, point.variant, f"{point.rate:g}", f"{point.mean:.3g}", f"{point.p99:.3g}",
+             f"{point.important_mean:.3g} / {point.important_p99:.3g}", f"{point.first_token_p99:.2f}",
              f"{point.running:.1f}", f"{point.filled:.0%}", point.preemptions] for point in points]
 
 
@@ -198,7 +200,7 @@ def _sweep(args: argparse.Namespace, device: Device) -> None:
     curves = [(dataset, variant, args.rates or RATES[dataset], device, args.requests, args.seed)
               for dataset, variant in itertools.product(datasets, VARIANTS)]
     began = time.perf_counter()
-    with ProcessPoolExecutor(args.jobs) as pool:
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:  # --measure has started threads
         points = [point for curve in pool.map(run_curve, *zip(*curves, strict=True)) for point in curve]
     print_table(
         f"{args.requests:,} requests per run, {device.kv_tokens:,} tokens of KV, seed {args.seed}; "
@@ -259,7 +261,7 @@ def main() -> None:
                                      allow_abbrev=False)
     parser.add_argument("--dataset", choices=list(DATASETS), help="only this kind of traffic (default: both)")
     parser.add_argument("--rates", type=float, nargs="+", metavar="X", help="requests per second to simulate")
-    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="in each run (default: 2000)")
+    parser.add_argument("--requests", type=int, default=1000, metavar="N", help="in each run (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves; needs matplotlib")
