@@ -6,14 +6,14 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from jaxpaged.config import DEFAULT_MODEL, EngineConfig
 from jaxpaged.engine import Engine
-from jaxpaged.engine_loop import Message, run_engine_loop
+from jaxpaged.engine_loop import EngineCall, Message, run_engine_loop
 from jaxpaged.errors import EngineDeadError, OverloadedError, RequestError
 from jaxpaged.front import Front
 from jaxpaged.input_processor import ProcessedRequest
@@ -127,6 +127,26 @@ class AsyncLLM:
         self._inbox.put(ResetPrefixCache())
         return True
 
+    async def get_params(self) -> dict[Any, Any]:
+        """The weights on the device, as the nested dict that `update_weights` takes. They must not be donated."""
+        return dict(await self._call(lambda engine: engine.params))
+
+    async def update_weights(self, params: Mapping[Any, Any]) -> None:
+        """Use other weights of the same shapes and dtypes from the next step on, also for requests that are running.
+
+        Raises:
+            ConfigError: the tree, a shape or a dtype differs.
+            EngineDeadError: the engine has ended.
+        """
+        await self._call(lambda engine: engine.update_weights(params))
+
+    async def _call(self, action: Callable[[Engine], Any]) -> Any:
+        call = EngineCall(action)
+        self._inbox.put(call)
+        if self._failure is not None:  # asked for only now: whoever ends the engine looks for calls after that
+            raise self._failure
+        return await asyncio.wrap_future(call.result)
+
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer."""
         return self._front.needed_tokenizer.hf
@@ -158,6 +178,9 @@ class AsyncLLM:
             failure = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
         self._failure = failure
+        for message in self._receive(False):
+            if isinstance(message, EngineCall):
+                message.result.set_exception(failure)
         self._on_loop(self._fail_all, failure)
 
     def _receive(self, block: bool) -> list[Message]:

@@ -1,6 +1,8 @@
 """Runs an engine for others: takes their messages in, sends one batch out per step."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
 
 from jaxpaged.engine import Engine
 from jaxpaged.errors import RequestError
@@ -14,7 +16,23 @@ from jaxpaged.messages import (
     TokenDelta,
 )
 
-Message = EngineRequest | AbortRequests | ResetPrefixCache | DescribePool | Shutdown
+
+class EngineCall:
+    """Something to do with the engine between two steps, by the thread that owns it; in one process alone."""
+
+    def __init__(self, action: Callable[[Engine], Any]) -> None:
+        self.result: Future[Any] = Future()
+        self._action = action
+
+    def run(self, engine: Engine) -> None:
+        """Do it, and tell who waits for the result."""
+        try:
+            self.result.set_result(self._action(engine))
+        except Exception as error:  # it is the caller's
+            self.result.set_exception(error)
+
+
+Message = EngineRequest | AbortRequests | ResetPrefixCache | DescribePool | EngineCall | Shutdown
 
 
 def run_engine_loop(
@@ -37,6 +55,9 @@ def run_engine_loop(
                 continue
             if isinstance(message, ResetPrefixCache):
                 engine.reset_prefix_cache()
+                continue
+            if isinstance(message, EngineCall):
+                message.run(engine)
                 continue
             if isinstance(message, DescribePool):
                 describe = True

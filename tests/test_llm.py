@@ -670,3 +670,27 @@ def test_an_engine_that_fails_says_so_to_everyone(model_path: Path, monkeypatch:
             await asyncio.to_thread(llm.shutdown)
 
     asyncio.run(main())
+
+
+def test_asyncllm_takes_new_weights_between_steps(use: Callable[[Use], None]) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        async def greedy() -> tuple[int, ...]:
+            return (await collect(llm.generate([5, 6, 7], GREEDY)))[-1].outputs[0].token_ids
+
+        old = await llm.get_params()
+        first = await greedy()
+        running = asyncio.create_task(collect(llm.generate([1, 2], LONG)))
+        await llm.update_weights(jax.tree.map(lambda leaf: leaf * 0 + 1, old))
+        changed = await greedy()
+        assert changed != first
+        with pytest.raises(ConfigError):
+            await llm.update_weights({"embed": old["embed"]})
+        await llm.update_weights(old)
+        assert await greedy() == first
+        assert len((await running)[-1].outputs[0].token_ids) == 100
+        await until_idle(llm)
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineDeadError):
+            await llm.update_weights(old)
+
+    use(work)
