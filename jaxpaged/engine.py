@@ -187,6 +187,8 @@ class Engine:
         began, self._busy_since = self._busy_since or now, now
         self._stats = dataclasses.replace(
             self._stats,
+            blocks_used_sum=self._stats.blocks_used_sum + self._allocator.num_used,
+            blocks_shared_sum=self._stats.blocks_shared_sum + self._allocator.num_shared,
             kv_slots_held_sum=self._stats.kv_slots_held_sum + held,
             kv_slots_empty_sum=self._stats.kv_slots_empty_sum + empty,
             padding_tokens=self._stats.padding_tokens + running.size - running.step.num_tokens,

@@ -124,7 +124,8 @@ class LLM:
     def get_metrics(self) -> dict[str, float]:
         """Metrics by name, as the server's /metrics spells them; histograms as name_sum and name_count.
 
-        Beside them `jaxpaged:kv_internal_fragmentation_ratio_mean`, the mean over all steps so far.
+        Beside them `jaxpaged:kv_internal_fragmentation_ratio_mean`, the mean over all steps so far, and sums over all
+        steps of the blocks in use and of those that sharing saved.
         """
         engine = self._live_engine()
         stats = engine.stats()
@@ -132,6 +133,8 @@ class LLM:
         values = self._front.metrics.values()
         held = stats.kv_slots_held_sum
         values["jaxpaged:kv_internal_fragmentation_ratio_mean"] = stats.kv_slots_empty_sum / held if held else 0.0
+        values["jaxpaged:kv_blocks_used_sum"] = stats.blocks_used_sum
+        values["jaxpaged:kv_blocks_shared_sum"] = stats.blocks_shared_sum
         return values
 
     def get_params(self) -> dict[Any, Any]:

@@ -114,6 +114,8 @@ class EngineStats:
     """State of the engine after a step; counters are totals since its start.
 
     `blocks_cached` are free, but hold content that a request may share.
+    `blocks_used_sum` and `blocks_shared_sum` add up, over all steps, the blocks that have owners and the owners beyond
+    each block's first.
     `kv_slots_held_sum` and `kv_slots_empty_sum` add up the two gauges over all steps, for a mean over a run.
     `step_seconds` holds (kind, seconds) of the steps since the last message, kind being "decode", "prefill" or "mixed";
     `step_tokens` the number of real tokens in each.
@@ -124,6 +126,8 @@ class EngineStats:
     blocks_used: int = 0
     blocks_total: int = 0
     blocks_cached: int = 0
+    blocks_used_sum: int = 0
+    blocks_shared_sum: int = 0
     kv_slots_held: int = 0
     kv_slots_empty: int = 0
     kv_slots_held_sum: int = 0

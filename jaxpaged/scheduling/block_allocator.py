@@ -28,6 +28,7 @@ class BlockAllocator:
         self._kept: OrderedDict[int, None] = OrderedDict()  # free, with content; least recently freed first
         self._has_content = bytearray(num_blocks)
         self._owners = [0] * num_blocks
+        self._num_references = 0
 
     @property
     def num_usable(self) -> int:
@@ -48,6 +49,11 @@ class BlockAllocator:
     def num_used(self) -> int:
         return self.num_usable - self.num_free
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks that sharing saves: owners beyond each block's first."""
+        return self._num_references - self.num_used
+
     def can_allocate(self, count: int) -> bool:
         return count <= len(self._free) + len(self._kept)
 
@@ -66,6 +72,7 @@ class BlockAllocator:
             blocks.append(block)
         for block in blocks:
             self._owners[block] = 1
+        self._num_references += count
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -75,6 +82,7 @@ class BlockAllocator:
                 assert self._has_content[block], f"block {block} has no owner to share with, and no content"
                 del self._kept[block]
             self._owners[block] += 1
+            self._num_references += 1
 
     def num_owners(self, block: int) -> int:
         return self._owners[block]
@@ -84,6 +92,7 @@ class BlockAllocator:
         for block in reversed(blocks):
             assert self._owners[block] > 0, f"block {block} is freed without an owner"
             self._owners[block] -= 1
+            self._num_references -= 1
             if self._owners[block] == 0:
                 if self._has_content[block]:
                     self._kept[block] = None
@@ -121,6 +130,7 @@ class BlockAllocator:
         assert NULL_BLOCK not in free and owners[NULL_BLOCK] == 0, "the null block is in use"
         assert all(self._has_content[block] for block in self._kept), "a kept block has no content"
         assert not any(self._has_content[block] for block in self._free), "a block with content is among the empty ones"
+        assert self._num_references == sum(self._owners), "owners are miscounted"
         for block in range(1, self.num_blocks):
             count = self._owners[block]
             assert count == owners[block], f"block {block}: {count} owners on the books, {owners[block]} in the tables"
