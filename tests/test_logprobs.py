@@ -176,6 +176,7 @@ def test_more_alternatives_than_allowed(llm: LLM, count: int) -> None:
     assert caught.value.param == "logprobs"  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_limit_can_be_raised(model_path: Path) -> None:
     with LLM(str(model_path), **ENGINE_ARGS, max_logprobs=100, enforce_eager=True) as llm:
         params = SamplingParams(logprobs=100, temperature=0, max_tokens=3)
