@@ -22,7 +22,7 @@ PROMPT_TOKENS = 64
 
 def request(name: str, seed: int, length: int, max_tokens: int) -> EngineRequest:
     """Some prompt, whose answer does not end before its limit."""
-    prompt = tuple((seed * 977 + place * 31) % 2000 for place in range(length))
+    prompt = tuple((seed * 977 + place * 31) % 250 for place in range(length))
     return EngineRequest(name, prompt, SamplingParams(temperature=0), max_tokens, seed=1)
 
 
