@@ -330,8 +330,12 @@ class Call {
     }
   }
 
-  // At most one item of each other thread is left: too short to sleep for.
-  void wait_for_all() { wait_for(items_.size()); }
+  // Wait for the other threads, which have at most one item left each: too short to sleep for. A helper that has not
+  // started yet keeps this object for as long as the pool is busy, but no longer its memory.
+  void end() {
+    wait_for(items_.size());
+    memory_.reset();
+  }
 
   size_t num_items() const { return items_.size(); }
 
@@ -362,7 +366,7 @@ void run_on(ffi::ThreadPool& pool, const std::shared_ptr<Call>& call) {
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), call->num_items()) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([call] { call->work(); });
   call->work();
-  call->wait_for_all();
+  call->end();
 }
 
 ffi::Error linear(ffi::ThreadPool pool, bool adds, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs more,
