@@ -143,7 +143,7 @@ def test_contexts_around_page_and_chunk_borders(border: int) -> None:
     check(DECODE, [Piece(1), *(Piece(context) for context in around)])
 
 
-@pytest.mark.parametrize("start", range(0, 17))
+@pytest.mark.parametrize("start", [0, 1, 5, 8, 13, 15, 16, *slow(2, 3, 4, 6, 7, 9, 10, 11, 12, 14)])
 def test_a_prompt_cut_at_every_alignment(start: int) -> None:
     for new in (2, 5, 16, 17, 31, 33, 48):
         check(SMALL, [Piece(start + new, new)], seed=start)
@@ -160,7 +160,7 @@ def slow(*values: Any) -> list[Any]:
             for value in values]
 
 
-@pytest.mark.parametrize("group", [1, 7, 16, *slow(2, 3, 5, 8, 17)])
+@pytest.mark.parametrize("group", [7, 16, *slow(1, 2, 3, 5, 8, 17)])
 def test_group_sizes(group: int) -> None:
     """Also of more rows than the small tile has."""
     check(Shape(tokens=40, kv_heads=1, group=group), [Piece(40), Piece(30, 20), Piece(7, 7)])

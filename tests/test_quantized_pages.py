@@ -106,7 +106,7 @@ def test_quality_on_a_real_model(smollm2_path: Path) -> None:
         assert error.mean() < mean and error.max() < largest and same > agreement, figures
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_the_flag_from_end_to_end(name: str, tmp_path: Path) -> None:
     """Chunked prompts and decoding; the pool holds more tokens in the same memory; nothing compiles after the start."""
     model = str(write_model(tmp_path / "model"))
