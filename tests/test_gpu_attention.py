@@ -122,6 +122,12 @@ SMALL = Shape(tokens=48)
 DECODE = Shape(tokens=8, slots=8)
 
 
+def slow(*values: Any) -> list[Any]:
+    """Parameters for the slow tests alone."""
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+            for value in values]
+
+
 @settings(max_examples=25)
 @given(mixed(SMALL), st.integers(0, 2**31), st.booleans())
 def test_mixed_batches(pieces: list[Piece], seed: int, share: bool) -> None:
@@ -152,12 +158,6 @@ def test_a_prompt_cut_at_every_alignment(start: int) -> None:
 def test_a_step_of_padding_alone() -> None:
     for shape in (SMALL, DECODE):
         check(shape, [])
-
-
-def slow(*values: Any) -> list[Any]:
-    """Parameters for the slow tests alone."""
-    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
-            for value in values]
 
 
 @pytest.mark.parametrize("group", [7, 16, *slow(1, 2, 3, 5, 8, 17)])
