@@ -57,7 +57,7 @@ class LiveServer:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jaxpaged.server", "--host", "127.0.0.1", "--port", "0", *arguments],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, "COLUMNS": "200"})
-        self._engines: list[psutil.Process] = []
+        self.children: list[psutil.Process] = []
 
     @property
     def log(self) -> str:
@@ -70,14 +70,13 @@ class LiveServer:
         found = re.search(r"serving on (\S+)", self.log)
         assert found, self.log
         self.url = found[1]
-        self._engines = psutil.Process(self.process.pid).children()
+        self.note_children()
+        [self.engine] = [child for child in self.children if "jaxpaged-engine" in child.cmdline()]
         return self
 
-    @property
-    def engine(self) -> psutil.Process:
-        """Its engine process."""
-        [engine] = self._engines
-        return engine
+    def note_children(self) -> None:
+        """Remember the processes that it has started, for after its own end."""
+        self.children = psutil.Process(self.process.pid).children()
 
     def wait_for(self, condition: Callable[[], object], timeout: float) -> float:
         """Wait until the condition holds; returns the seconds that took."""
@@ -115,8 +114,8 @@ class LiveServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        for process in [*self._engines, psutil.Process(self.process.pid)] if self.process.poll() is None \
-                else self._engines:
+        for process in [*self.children, psutil.Process(self.process.pid)] if self.process.poll() is None \
+                else self.children:
             if process.is_running():
                 process.kill()
         self.process.wait()

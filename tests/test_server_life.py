@@ -70,9 +70,9 @@ def complete(server: LiveServer, **fields: Any) -> httpx.Response:
 
 
 def gone(server: LiveServer) -> bool:
-    """Whether neither of its processes is left."""
+    """Whether none of its processes is left."""
     return server.process.poll() is not None and not any(
-        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in server._engines)
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in server.children)
 
 
 # Ends
@@ -117,7 +117,7 @@ def test_a_second_signal_ends_at_once(start: Any) -> None:
 def test_a_signal_while_loading_ends_at_once(start: Any) -> None:
     server = start()
     server.wait_for(lambda: psutil.Process(server.process.pid).children(), 30)
-    server._engines = psutil.Process(server.process.pid).children()
+    server.note_children()
     assert server.stop(5) == 0
     server.wait_for(lambda: gone(server), 2)
     assert "Traceback" not in server.log
