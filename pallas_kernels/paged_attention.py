@@ -39,7 +39,10 @@ def choose_tiles(target: GpuTarget, tokens: int, group: int, head_dim: int, dtyp
     tiles = table.few if tokens < MANY_TOKENS else table.many
     rows = tuple(sorted({max(count, _power_of_two(group)) for count in tiles.rows}))
     block = tiles.block if head_dim <= 128 else max(tiles.block // 2, 16)
-    return AttentionTiles(rows, block, tiles.num_warps, tiles.num_stages, tiles.programs_per_sm)
+    # With more threads than this a block of keys gives each of them less than 16 bytes to load.
+    most_warps = max(block * head_dim * jnp.dtype(dtype).itemsize // (16 * 32), 1)
+    num_warps = min(tiles.num_warps, _power_of_two(most_warps + 1) // 2)
+    return AttentionTiles(rows, block, num_warps, tiles.num_stages, tiles.programs_per_sm)
 
 
 def work_sizes(

@@ -167,5 +167,5 @@ def test_devices_that_are_not_there() -> None:
     from jaxpaged.execution.devices import select_device
 
     select_device("cpu")
-    with pytest.raises(ConfigError, match="64 cpu devices are needed, there are"):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 64 needs 64 cpu devices, there are"):
         select_device("cpu", EngineConfig(tensor_parallel_size=64).tensor_parallel_size)

@@ -53,9 +53,9 @@ def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEM
         reason = (str(error).splitlines() or ["JAX finds none"])[0]
         raise ConfigError(f"no {platform} device: {reason}; {hint}") from error
     if len(devices) < count:
-        hint = "the process has started JAX already; set jax_num_cpu_devices before that" if platform == "cpu" else \
-            "lower --tensor-parallel-size"
-        raise ConfigError(f"{count} {platform} devices are needed, there are {len(devices)}; {hint}")
+        hint = "; this process has started JAX already, set jax_num_cpu_devices before" if platform == "cpu" else ""
+        raise ConfigError(f"--tensor-parallel-size {count} needs {count} {platform} devices, "
+                          f"there are {len(devices)}{hint}")
     chosen = tuple(devices[:count])
     if platform == "cpu":
         return DeviceInfo("cpu", f"CPU ({usable_cores()} cores)", process_memory_bytes(), chosen)
