@@ -40,7 +40,7 @@ def choose_tiles(target: GpuTarget, tokens: int, group: int, head_dim: int, dtyp
     rows = tuple(sorted({max(count, _power_of_two(group)) for count in tiles.rows}))
     block = tiles.block if head_dim <= 128 else max(tiles.block // 2, 16)
     # With more threads than this a block of keys gives each of them less than 16 bytes to load.
-    most_warps = max(block * head_dim * jnp.dtype(dtype).itemsize // (16 * 32), 1)
+    most_warps = max(block * _power_of_two(head_dim) * jnp.dtype(dtype).itemsize // (16 * 32), 1)
     num_warps = min(tiles.num_warps, _power_of_two(most_warps + 1) // 2)
     return AttentionTiles(rows, block, num_warps, tiles.num_stages, tiles.programs_per_sm)
 
@@ -104,7 +104,7 @@ def paged_attention(
         grid=(kv_heads, sizes.num_extra, row_count // COMBINE_ROWS),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         aliases={0: 0},
-        num_warps=8,  # with 4, heads of 80 spill in float32
+        num_warps=8 if q.dtype.itemsize == 4 else 4,  # with 4, heads of 80 spill in float32
         interpret=target.interpret,
     )
     return result
