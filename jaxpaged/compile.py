@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxpaged.config import NOT_SUPPORTED, EngineConfig
 from jaxpaged.errors import ConfigError, JaxpagedError
 from jaxpaged.flags import GROUPS, add_flags, new_parser, parse_flags, settle_model
-from jaxpaged.plan import add_device_flag, device_named
+from jaxpaged.plan import add_device_flag, compiling_for, device_named
 
 if TYPE_CHECKING:
     import jax
@@ -127,7 +127,8 @@ def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int
     if not device.devices:
         raise ConfigError(f"there is no compiler for {device_name} here")
     model = model_of(config, hf, device.platform)
-    plan = plan_engine(config, model, device, _say)
+    with compiling_for(device_name):
+        plan = plan_engine(config, model, device, _say)
     print("\n".join(plan.memory.lines(device.kind, (plan.max_model_len,))))
     programs = programs_of(config, plan, plan.definition, device, _say)
     small = [] if device.platform == "cpu" or not kernels else _small(config, plan, model, device)

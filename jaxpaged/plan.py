@@ -1,5 +1,6 @@
 """`python -m jaxpaged.plan`: what a model takes of a device's memory, and how many requests fit, without either."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import jax
 
     from jaxpaged.execution.devices import DeviceInfo
+
+
+_HERE = ("auto", "cpu", "cuda")
 
 
 def add_device_flag(parser: Parser) -> None:
@@ -67,7 +71,7 @@ def device_named(name: str, config: EngineConfig, report: Callable[[str], None])
     from jaxpaged.execution.gpu_targets import find_gpu
 
     count = config.tensor_parallel_size
-    if name in ("auto", "cpu", "cuda"):
+    if name in _HERE:
         return select_device(name, count, config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
     gpu = find_gpu(name)
     fix_platform("cpu")
@@ -77,6 +81,13 @@ def device_named(name: str, config: EngineConfig, report: Callable[[str], None])
     except ConfigError as error:
         report(str(error))
     return DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, devices)
+
+
+def compiling_for(name: str) -> contextlib.AbstractContextManager[None]:
+    """Around what compiles for the device of this name: JAX's cache serves devices that are here alone."""
+    from jaxpaged.execution import aot
+
+    return contextlib.nullcontext() if name in _HERE else aot.no_persistent_cache()
 
 
 def _plan(
@@ -93,7 +104,8 @@ def _plan(
     compiling = compiling and temporaries_matter(config, device)
     if compiling:
         _say("compiling the largest step ...")
-    plan = plan_engine(config, model_of(config, hf, device.platform), device, _say, compiling=compiling)
+    with compiling_for(device_name):
+        plan = plan_engine(config, model_of(config, hf, device.platform), device, _say, compiling=compiling)
     memory = plan.memory
     lengths = sorted(set(lengths or lengths_of_interest(plan.max_model_len)))
     text = memory.lines(device.kind, tuple(lengths))
