@@ -12,7 +12,8 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.policy import POLICIES, FcfsPolicy, Policy
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler import Scheduler, SchedulerOutput
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.scheduling.scheduler_output import SchedulerOutput
 
 _END = 1  # the id that ends an answer; all others are 0
 

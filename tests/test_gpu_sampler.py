@@ -17,7 +17,7 @@ from jaxpaged.execution.sampler import state_of
 from jaxpaged.pallas_kernels import reference
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.sampler import FAILED, SlotParameters, sample
-from jaxpaged.scheduling.scheduler import FAILED_TOKEN
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN
 from tests.compile_only import compile_only_device
 
 INTERPRET = GpuTarget((9, 0), 132, interpret=True)

@@ -14,7 +14,8 @@ from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.policy import POLICIES
-from jaxpaged.scheduling.scheduler import Scheduler, SchedulerOutput
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.scheduling.scheduler_output import SchedulerOutput
 
 END = 1
 
@@ -103,7 +104,7 @@ def test_a_token_costs_the_same_after_a_short_context_and_a_long_one() -> None:
         for _ in range(2):
             step = scheduler.schedule()
             scheduler.update(step, [0] * step.num_sampled)
-        assert all(len(request.token_ids) == length + 2 for request in scheduler._running)
+        assert all(len(request.token_ids) == length + 2 for request in scheduler._queues.running)
         return step_calls(scheduler)
 
     assert decode_calls(128) == decode_calls(2048) == decode_calls(32_768)

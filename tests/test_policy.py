@@ -12,7 +12,8 @@ from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.block_allocator import BlockAllocator
 from jaxpaged.scheduling.policy import PRIORITY_AGEING_SECONDS, Policy, PredictedPolicy, PriorityPolicy
-from jaxpaged.scheduling.scheduler import Scheduler, SchedulerOutput
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.scheduling.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxpaged.execution.sampler import keep_mask, sample, state_of
 from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.scheduling.scheduler import FAILED_TOKEN
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN
 
 VOCAB, ROWS = 97, 8
 

@@ -23,7 +23,8 @@ from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request, RequestStatus
-from jaxpaged.scheduling.scheduler import FAILED_TOKEN, ScheduledPiece, Scheduler, SchedulerOutput
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, ScheduledPiece, SchedulerOutput
 
 VOCAB = 16
 EOS = 3
@@ -189,7 +190,7 @@ class Harness:
         model: Model = any_token, prefix_caching: bool = True, host_blocks: int = 0, swap: bool = False,
     ) -> None:
         self.host_blocks = host_blocks
-        self.block_size, self.budget, self.model = block_size, budget, model
+        self.block_size, self.budget, self.slots, self.model = block_size, budget, max_num_seqs, model
         self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
         self.allocator = BlockAllocator(num_blocks)
         self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs,
@@ -283,7 +284,7 @@ class Harness:
         assert step.num_tokens <= max(self.sizes), "no step size holds this step"
         assert len({piece.slot for piece in pieces}) == len(pieces)
         names = [piece.request.request_id for piece in pieces]
-        rows = [min(size, self.scheduler._num_slots) for size in self.sizes if size >= step.num_tokens]
+        rows = [min(size, self.slots) for size in self.sizes if size >= step.num_tokens]
         assert step.num_sampled <= max(rows), "more samples than a step has rows for"
         for piece in pieces:
             request = piece.request

@@ -11,7 +11,7 @@ from jaxpaged.execution.step_input import IN_FLIGHT, pad_step, unpack_step
 from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler import ScheduledPiece, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import ScheduledPiece, SchedulerOutput
 
 NULL_SLOT = 40
 

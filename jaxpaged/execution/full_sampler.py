@@ -8,7 +8,7 @@ from jaxpaged.execution.logit_processors import ProcessorState, note_tokens, pro
 from jaxpaged.execution.logprobs import packed_logprobs, packed_width
 from jaxpaged.execution.sampler import SamplingState, keep_mask, sample
 from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
-from jaxpaged.scheduling.scheduler import FAILED_TOKEN, NO_TOKEN_LEFT
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, NO_TOKEN_LEFT
 
 
 def sample_full(

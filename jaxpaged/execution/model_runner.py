@@ -29,7 +29,7 @@ from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK
 from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler import PooledTokens, PromptLogprobs, ScheduledPiece, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import PooledTokens, PromptLogprobs, ScheduledPiece, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

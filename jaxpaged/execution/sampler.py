@@ -18,7 +18,7 @@ from jax.extend.random import threefry2x32_p
 
 from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
 from jaxpaged.messages import EngineRequest
-from jaxpaged.scheduling.scheduler import FAILED_TOKEN
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN
 
 Rows = jax.Array | np.ndarray  # one entry per row, on the device or still on the host
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxpaged.scheduling.scheduler import SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import SchedulerOutput
 
 IN_FLIGHT = -1  # token id that is not known on the host: the device takes the slot's last id
 

@@ -1,0 +1,93 @@
+"""Where every live request is: waiting, running in a slot, or behind the request that computes its prompt."""
+
+from jaxpaged.scheduling.policy import Policy
+from jaxpaged.scheduling.request import Request, RequestStatus
+from jaxpaged.scheduling.sorted_requests import SortedRequests
+
+
+class Queues:
+    """The live requests, and who owns which slot.
+
+    Args:
+        policy: gives the order of the waiting and of the running.
+        num_slots: most requests that run at once.
+
+    Attributes:
+        live: all of them, by id.
+        num_forks: requests that wait for the first token of their leader, in its list of forks.
+    """
+
+    def __init__(self, policy: Policy, num_slots: int) -> None:
+        self.live: dict[str, Request] = {}
+        self.waiting = SortedRequests(policy.queue_key)
+        self.running = SortedRequests(policy.running_key)
+        self.num_forks = 0
+        self._num_slots = num_slots
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def add(self, request: Request, leader: Request | None = None) -> None:
+        """A request has come; with a leader it waits until that one's prompt is computed."""
+        self.live[request.request_id] = request
+        if leader is None:
+            self.waiting.add(request)
+        else:
+            request.leader = leader
+            leader.forks.append(request)
+            self.num_forks += 1
+
+    def run(self, request: Request, now: float) -> None:
+        """Give a request, which is in no queue, a slot."""
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        request.new_in_slot = True
+        if request.scheduled_time is None:
+            request.scheduled_time = now
+        self.running.add(request)
+
+    def stop(self, request: Request) -> None:
+        """Take a running request's slot back; it is in no queue then."""
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    def detach_forks(self, leader: Request) -> list[Request]:
+        """Those that have waited for a leader's first token; they are in no queue then."""
+        forks, leader.forks = leader.forks, []
+        for fork in forks:
+            fork.leader = None
+        self.num_forks -= len(forks)
+        return forks
+
+    def remove(self, request: Request) -> None:
+        """A request ends; its forks wait like others."""
+        if request.status is RequestStatus.RUNNING:
+            self.stop(request)
+        elif request.leader is not None:
+            request.leader.forks.remove(request)
+            request.leader = None
+            self.num_forks -= 1
+        else:
+            self.waiting.remove(request)
+        for fork in self.detach_forks(request):
+            self.waiting.add(fork)
+        del self.live[request.request_id]
+
+    def check_integrity(self) -> None:
+        """Assert that each request is in one queue, and each slot free or owned once."""
+        slots = [request.slot for request in self.running] + self._free_slots
+        assert len(slots) == len(set(slots)) == self._num_slots and -1 not in slots, f"slots in use and free: {slots}"
+        forks = [fork for request in self.live.values() for fork in request.forks]
+        assert len(forks) == self.num_forks and all(fork.leader and fork in fork.leader.forks for fork in forks)
+        queued = len(self.waiting) + len(self.running) + len(forks)
+        assert len(self.live) == queued, "a request is in no queue, or in two"
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING, f"{request.status!r} among the running"
+        for request in (*self.waiting, *forks):
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.status!r} waits"
+            assert request.slot == -1 and not request.block_table, "a waiting request owns something"
+        for queue in (self.waiting, self.running):
+            queue.check_integrity()
