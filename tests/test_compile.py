@@ -5,6 +5,8 @@ import json
 import logging
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from jaxpaged.compile import main
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
+from jaxpaged.execution.gpu_targets import GPUS
 from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.tiny_llama import CONFIG, Reference, random_prompt, random_weights, write_model
@@ -112,6 +115,30 @@ def test_a_damaged_store_is_left_alone_with_one_warning(model: Path, store: Path
     assert str(broken) in warning and "compiling instead" in warning
 
 
+def table_of(text: str) -> dict[str, list[str]]:
+    """The cells of each program."""
+    return {cells[0]: cells[1:] for line in text.splitlines() if line.startswith("| ")
+            for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", GPUS)
+def test_every_device_by_its_name(model: Path, tmp_path: Path, device: str) -> None:
+    """The command itself, and a store that names the device it is for."""
+    pytest.importorskip("jax_plugins", reason="JAX's CUDA plugin is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpaged.compile", str(model / "config.json"), "--device", device, "--dtype",
+         "bfloat16", *FLAGS, "--out", str(tmp_path / "store")],
+        cwd=Path(__file__).resolve().parents[1], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = table_of(done.stdout)
+    forward, sample = rows["forward 2"], rows["sample 2"]
+    assert int(forward[6]) == 1 and 4 < int(forward[4].split()[0]) < 40 and sample[4] == "1"
+    manifest = json.loads((tmp_path / "store" / "store.json").read_text())
+    assert manifest["key"]["device"] == GPUS[device].kind and manifest["num_blocks"] == 17
+    assert len(manifest["programs"]) == len(rows) - 1 and "Compiling programs" in done.stderr
+
+
 @pytest.mark.slow
 def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For a GPU that is not here, shared by two: collectives, kernels, and one command buffer around them."""
@@ -119,8 +146,7 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model / "config.json"), "--device", "h200", "-tp", "2", "--dtype", "bfloat16", *FLAGS]) == 0
     text = capsys.readouterr().out
     assert "on each of 2 devices" in text
-    rows = {cells[0]: cells[1:] for line in text.splitlines() if line.startswith("| ")
-            for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+    rows = table_of(text)
     assert rows["program"] == ["seconds", "arguments", "aliased", "temporaries", "kernels", "collectives",
                                "command buffers"]
     forward = rows["forward 2"]
