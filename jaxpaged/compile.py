@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from jaxpaged.execution.aot import ProgramFacts
     from jaxpaged.execution.devices import DeviceInfo
-    from jaxpaged.execution.programs import ProgramName, ProgramSet
+    from jaxpaged.execution.programs import ProgramSet
+    from jaxpaged.execution.step_shape import ProgramName
     from jaxpaged.planning import EnginePlan
     from jaxpaged.startup import ModelSource
 

@@ -12,7 +12,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.constraints import Constraints
 from jaxpaged.errors import ContextLengthError, RequestError
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
-from jaxpaged.execution.programs import Params
+from jaxpaged.execution.step_functions import Params
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
 from jaxpaged.scheduling.block_allocator import BlockAllocator

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
-from jaxpaged.execution.programs import NativeKernels
+from jaxpaged.execution.step_functions import NativeKernels
 from jaxpaged.loading.hub import cache_dir
 from jaxpaged.models.attention import can_run_natively
 from jaxpaged.models.config import ModelConfig

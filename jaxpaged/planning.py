@@ -17,7 +17,6 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logprobs import NUM_TOP
 from jaxpaged.execution.memory_plan import MemoryPlan, plan_memory, refusal, temporary_bound
-from jaxpaged.execution.programs import Params, StepShape, step_sizes
 from jaxpaged.execution.sharding import (
     TENSOR,
     Partition,
@@ -27,6 +26,8 @@ from jaxpaged.execution.sharding import (
     possible_sizes,
     shard_bytes,
 )
+from jaxpaged.execution.step_functions import Params
+from jaxpaged.execution.step_shape import StepShape, step_sizes
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily
 from jaxpaged.models.transformer import Transformer

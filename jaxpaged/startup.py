@@ -18,8 +18,10 @@ from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.execution.devices import DeviceInfo, select_device
 from jaxpaged.execution.model_runner import ModelRunner, placed
 from jaxpaged.execution.program_store import stored_blocks
-from jaxpaged.execution.programs import CHUNK_SIZES, Params, ProgramSet, StepShape
+from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Partition, Placement
+from jaxpaged.execution.step_functions import Params
+from jaxpaged.execution.step_shape import CHUNK_SIZES, StepShape
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model

@@ -20,9 +20,11 @@ from jaxpaged.engine import Engine
 from jaxpaged.engine_loop import run_engine_loop
 from jaxpaged.errors import ConfigError, ContextLengthError, RequestError
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.execution.programs import NativeKernels, ProgramSet, StepShape, step_sizes
+from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Partition, Placement, axes_tree
+from jaxpaged.execution.step_functions import NativeKernels
 from jaxpaged.execution.step_input import pad_step
+from jaxpaged.execution.step_shape import StepShape, step_sizes
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.messages import AbortRequests, EngineOutputs, EngineRequest, Shutdown

@@ -146,8 +146,9 @@ def test_the_shipped_tiles_of_an_8b_model(
 
 def test_fp8_pages_are_refused_where_the_gpu_has_no_fp8() -> None:
     """With an error: the compiler would end the process."""
-    from jaxpaged.execution.programs import ProgramSet, StepShape
+    from jaxpaged.execution.programs import ProgramSet
     from jaxpaged.execution.sharding import Partition, Placement
+    from jaxpaged.execution.step_shape import StepShape
 
     devices = aot.compile_only_devices(find_gpu("a100-80g"))
     cache = KVCacheSpec(1, 1, 16, 16, jnp.dtype(jnp.float8_e4m3fn))

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxpaged.execution.programs import step_sizes
+from jaxpaged.execution.step_shape import step_sizes
 from jaxpaged.messages import EngineRequest, TokenDelta
 from jaxpaged.outputs import FinishReason
 from jaxpaged.sampling_params import SamplingParams

@@ -12,18 +12,12 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
-from jaxpaged.execution.programs import (
-    ADMIT_SIZES,
-    COPY_BLOCKS,
-    SCORED_ROWS,
-    TABLE_ROWS,
-    Params,
-    ProgramSet,
-    StepShape,
-)
+from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import Placement
+from jaxpaged.execution.step_functions import Params
 from jaxpaged.execution.step_input import pad_step
+from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, StepShape
 from jaxpaged.messages import EngineRequest, TokenLogprobs
 from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,34 +24,21 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.execution import step_functions
 from jaxpaged.execution.block_programs import copy_blocks, gather_blocks, scatter_blocks
-from jaxpaged.execution.full_sampler import sample_full
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logit_processors import ProcessorState, neutral_processors
-from jaxpaged.execution.logprobs import NUM_TOP, packed_logprobs
 from jaxpaged.execution.program_store import ProgramStore, StoreError, digest, environment_key
-from jaxpaged.execution.sampler import SamplingState, sample, state_of
+from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
-from jaxpaged.execution.step_input import unpack_step
-from jaxpaged.execution.vocabulary import Vocabulary
-from jaxpaged.models.attention import make_metadata
+from jaxpaged.execution.step_functions import XLA_ALONE, NativeKernels, Params, StepFunctions
+from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, ProgramName, StepShape
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import use_native_products
 from jaxpaged.models.transformer import Pools, Transformer
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
-from jaxpaged.pallas_kernels.sampler import SlotParameters
-from jaxpaged.pallas_kernels.sampler import sample as sample_in_kernel
 
 logger = logging.getLogger(__name__)
 
-ProgramName = tuple[str, int]
-Params = dict[Any, Any]
-
-SCORED_ROWS = 64  # of one `prompt_logprobs` program: logits of a whole step would take gigabytes
-ADMIT_SIZES = (1, 8)
-TABLE_ROWS = 8
-COPY_BLOCKS = 8
-CHUNK_SIZES = {"cpu": (8, 1), "cuda": (64, 8, 1)}  # blocks that move from or to host memory at once
 COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "cpu": {},
     "cuda": {
@@ -61,62 +48,6 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES",
     },
 }
-
-
-def step_sizes(max_num_batched_tokens: int, platform: str) -> tuple[int, ...]:
-    """Ascending token counts that a step is padded to; none is above the budget.
-
-    On CPU a step of 2 rows is no slower than one of 1, and 8 hardly slower than 4: fewer programs start faster.
-    """
-    small = (2, 8) if platform == "cpu" else (1, 2, 4, 8)
-    sizes = [size for size in small if size <= max_num_batched_tokens]
-    size = 16
-    while size < max_num_batched_tokens:
-        sizes.append(size)
-        size *= 2
-    return tuple(sorted({*sizes, max_num_batched_tokens}))
-
-
-@dataclass(frozen=True, slots=True)
-class NativeKernels:
-    """Which parts of a step run in native CPU kernels, built and registered before, in place of XLA."""
-
-    attention: bool = False
-    linear: bool = False
-
-
-XLA_ALONE = NativeKernels()
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """The sizes that fix every program.
-
-    Attributes:
-        sizes: see `step_sizes`.
-        max_num_seqs: slots; the device keeps one more, the null slot of padding rows.
-        table_width: columns of the block table.
-        num_top: alternatives that log probabilities can have.
-        processed_logprobs: see `sample_full`.
-        embeddings: whether there is a program for them.
-    """
-
-    sizes: tuple[int, ...]
-    max_num_seqs: int
-    table_width: int
-    block_size: int
-    num_blocks: int
-    num_top: int = NUM_TOP
-    processed_logprobs: bool = False
-    embeddings: bool = False
-
-    def samples_of(self, size: int) -> int:
-        """Sampled rows of a step of `size` tokens."""
-        return min(size, self.max_num_seqs)
-
-    def size_for(self, tokens: int, samples: int = 0) -> int:
-        """The least size that holds so many tokens and sampled rows."""
-        return next(size for size in self.sizes if size >= tokens and self.samples_of(size) >= samples)
 
 
 class ProgramSet:
@@ -153,20 +84,17 @@ class ProgramSet:
         store: Path | None = None,
         chunk_sizes: Sequence[int] = (),
     ) -> None:
-        self._graph = graph
         self._cache = cache
         self.chunk_sizes = tuple(chunk_sizes)
         self._config = config
         self._shape = shape
         self._platform = platform
-        self._native = native
-        self._target = GpuTarget.of(placement.devices[0]) if platform == "cuda" else None
-        if self._target is not None and cache.dtype == jnp.float8_e4m3fn and not self._target.has_fp8:
+        target = GpuTarget.of(placement.devices[0]) if platform == "cuda" else None
+        if target is not None and cache.dtype == jnp.float8_e4m3fn and not target.has_fp8:
             raise ConfigError(f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, and "
                               f"{placement.devices[0].device_kind} is older; use int8")
-        self._cache_dtype = cache.dtype
+        self._functions = StepFunctions(graph, config, shape, placement, vocab_size, cache.dtype, native, target)
         self.placement = placement
-        self._vocab_size = vocab_size
         self._param_specs = spec_tree(axes)
         self.params = jax.tree.map(self._spec_of, params, self._param_specs)
         self._pools = jax.tree.map(lambda leaf: self._spec_of(leaf, pool_spec(leaf)), cache.shapes(shape.num_blocks))
@@ -193,9 +121,9 @@ class ProgramSet:
             # What a text ends with, and how its weights were stored, changes no program.
             "model": digest(self._config.replace(eos_token_ids=(), checkpoint_dtype="")),
             "weights": digest(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), self.params)),
-            "kv_cache_dtype": self._cache_dtype.name,
+            "kv_cache_dtype": self._cache.dtype.name,
             "shape": digest(self._shape),
-            "native_kernels": str(self._native),
+            "native_kernels": str(self._functions.native),
         }
 
     @property
@@ -302,7 +230,8 @@ class ProgramSet:
         table = self._spec((slots, self._shape.table_width), jnp.int32)
         if kind == "table":
             rows = self._spec((count, self._shape.table_width), jnp.int32)
-            return jax.jit(_write_table, donate_argnums=0).lower(table, rows, self._spec((count,), jnp.int32))
+            return jax.jit(step_functions.write_table, donate_argnums=0).lower(
+                table, rows, self._spec((count,), jnp.int32))
         pools = jax.tree.map(pool_spec, self._pools)
         blocks = self._spec((count,), jnp.int32)
         by_slices = self._platform == "cpu"
@@ -322,118 +251,49 @@ class ProgramSet:
         if kind == "forward":
             packed = self._spec((4 * count + 2 * self._shape.samples_of(count),), jnp.int32)
             spread = self.placement.spread(
-                self._forward(count), (self._param_specs, pools, REPLICATED, REPLICATED, REPLICATED),
+                self._functions.forward(count), (self._param_specs, pools, REPLICATED, REPLICATED, REPLICATED),
                 (LOGITS, pools, REPLICATED, REPLICATED, REPLICATED))
             run = jax.jit(spread, donate_argnums=(1, 2))
             return run.lower(self.params, self._pools, table, ids, packed)
         if kind == "prompt_logprobs":
             packed = self._spec((5 * count,), jnp.int32)
-            pools = jax.tree.map(pool_spec, self._pools)
             spread = self.placement.spread(
-                self._score(count), (self._param_specs, pools, REPLICATED, REPLICATED),
+                self._functions.score(count), (self._param_specs, pools, REPLICATED, REPLICATED),
                 (pools, REPLICATED, REPLICATED))
             return jax.jit(spread, donate_argnums=(1, 2)).lower(self.params, self._pools, table, packed)
         if kind == "hidden":
             packed = self._spec((4 * count,), jnp.int32)
             spread = self.placement.spread(
-                self._hidden(count), (self._param_specs, pools, REPLICATED, REPLICATED),
+                self._functions.hidden(count), (self._param_specs, pools, REPLICATED, REPLICATED),
                 (pools, REPLICATED, REPLICATED))
             return jax.jit(spread, donate_argnums=(1, 2)).lower(self.params, self._pools, table, packed)
         state = self._placed(jax.eval_shape(lambda: state_of((), slots)))
         if kind == "sample":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
             rows = self._spec((count,), jnp.int32)
-            # The kernel needs the whole of each row; what several devices share is XLA's.
-            plain = partial(_sample, self.placement.vocabulary) if self._target is None or self.placement.mesh else \
-                partial(_sample_in_kernel, self._target)
             spread = self.placement.spread(
-                plain, (REPLICATED, REPLICATED, LOGITS, REPLICATED, REPLICATED), REPLICATED)
+                self._functions.plain_sample(), (REPLICATED, REPLICATED, LOGITS, REPLICATED, REPLICATED), REPLICATED)
             return jax.jit(spread, donate_argnums=1).lower(state, ids, logits, rows, rows)
         if kind == "sample_full":
             logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
             rows = self._spec((count,), jnp.int32)
             processors, allowed = self.processor_shapes(slots), self.processor_shapes(count).allowed
-            draw = partial(_sample_full, num_top=min(self._shape.num_top, self._vocab_size),
-                           processed_logprobs=self._shape.processed_logprobs, vocabulary=self.placement.vocabulary)
             state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, processors) if self.placement.mesh else None
             spread = self.placement.spread(
-                draw, (REPLICATED, state_specs, REPLICATED, LOGITS, REPLICATED, REPLICATED, REPLICATED),
+                self._functions.full_sample(),
+                (REPLICATED, state_specs, REPLICATED, LOGITS, REPLICATED, REPLICATED, REPLICATED),
                 (REPLICATED, state_specs, REPLICATED, REPLICATED))
             return jax.jit(spread, donate_argnums=(1, 2)).lower(state, processors, ids, logits, rows, rows, allowed)
         if kind == "admit_full":
-            return jax.jit(_admit_full, donate_argnums=0).lower(
+            return jax.jit(step_functions.admit_full, donate_argnums=0).lower(
                 self.processor_shapes(slots), self.processor_shapes(count), self._spec((count,), jnp.int32))
         rows = self._placed(jax.eval_shape(lambda: state_of((), count)))
-        return jax.jit(_admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
+        return jax.jit(step_functions.admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
 
     def processor_shapes(self, rows: int) -> ProcessorState:
         """Shapes and shardings of so many rows; devices share the counts as they share the logits."""
         shapes: ProcessorState = jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size))
         return replace(self._placed(shapes), counts=self._spec_of(shapes.counts, LOGITS))
-
-    def _forward(
-        self, size: int, *, samples_all: bool = False, hidden: bool = False
-    ) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
-        graph, block_size, partition = self._graph, self._shape.block_size, self.placement.partition
-        native, target, cache_dtype = self._native, self._target, self._cache_dtype
-        # What one device has of it.
-        config = self._config.replace(num_heads=self._config.num_heads // partition.size,
-                                      num_kv_heads=self._config.num_kv_heads // partition.kv)
-        vocabulary, vocab_size = self.placement.vocabulary, self._vocab_size
-
-        def forward(
-            params: Params,
-            pools: Pools,
-            block_table: jax.Array,  # [slots + 1, width]
-            last_id: jax.Array,  # [slots + 1]
-            packed: jax.Array,
-        ) -> tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]:
-            rows = unpack_step(packed, size)
-            column = jnp.where(rows.new_block >= 0, rows.position // block_size, block_table.shape[1])
-            block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
-            ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
-            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size,
-                                 cache_dtype=cache_dtype, native=native.attention, target=target)
-            model = nnx.merge(graph, params)
-            if native.linear:
-                use_native_products(model)
-            if hidden:
-                states, pools = model.hidden(ids, pools, meta)
-                return states, pools, block_table, rows.sample_slot, rows.position + 1
-            sample_row = jnp.arange(size) if samples_all else rows.sample_row
-            row = jnp.minimum(sample_row, size - 1)
-            logits, pools = model(ids, row, pools, meta)
-            logits = vocabulary.hide_padding(logits, vocab_size)
-            return logits, pools, block_table, rows.sample_slot, rows.position[row] + 1
-
-        return forward
-
-    def _score(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
-        forward, vocabulary = self._forward(size, samples_all=True), self.placement.vocabulary
-        num_top = min(self._shape.num_top, self._vocab_size)
-
-        def score(
-            params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
-        ) -> tuple[Pools, jax.Array, jax.Array]:
-            """As a step of `size` rows, all known; log probabilities of the ids [size] at the end of `packed`."""
-            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
-            logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
-            return pools, block_table, packed_logprobs(logits, packed[4 * size :], num_top, vocabulary)
-
-        return score
-
-    def _hidden(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
-        forward = self._forward(size, hidden=True)
-
-        def hidden(
-            params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
-        ) -> tuple[Pools, jax.Array, jax.Array]:
-            """As a step of `size` rows, all known; what the head would read of each: [size, D] float32."""
-            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
-            states, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed)
-            return pools, block_table, states
-
-        return hidden
 
     def _spec(self, shape: Sequence[int], dtype: Any, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.placement.sharding(spec))
@@ -443,48 +303,6 @@ class ProgramSet:
 
     def _placed(self, tree: Any) -> Any:
         return jax.tree.map(self._spec_of, tree)
-
-
-def _sample(
-    vocabulary: Vocabulary, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
-    position: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Ids [B], and the slots' last ids with them written."""
-    rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
-    ids = sample(logits, rows, position, vocabulary)
-    return ids, last_id.at[slot].set(jnp.maximum(ids, 0))
-
-
-def _sample_in_kernel(
-    target: GpuTarget, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array, position: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """As `_sample`, in one kernel that draws the same tokens."""
-    parameters = SlotParameters(*(jnp.asarray(getattr(state, name)) for name in SlotParameters._fields))
-    return sample_in_kernel(logits, parameters, slot, position, last_id, target=target)
-
-
-def _sample_full(
-    state: SamplingState, processors: ProcessorState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
-    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, vocabulary: Vocabulary,
-) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
-    """Ids [B], both states of the slots with them written, and log probabilities [B, 2 + 2 * num_top]."""
-    rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
-    ids, processors, logprobs = sample_full(
-        logits, rows, processors, slot, position, step_allowed, num_top=num_top, processed_logprobs=processed_logprobs,
-        vocabulary=vocabulary)
-    return ids, processors, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
-
-
-def _admit_full(state: ProcessorState, rows: ProcessorState, slot: jax.Array) -> ProcessorState:
-    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), state, rows)
-
-
-def _admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> SamplingState:
-    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), state, rows)
-
-
-def _write_table(block_table: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
-    return block_table.at[slot].set(rows)
 
 
 def _moved(content: Pools, memory_kind: str) -> Pools:

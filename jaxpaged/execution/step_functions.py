@@ -1,0 +1,195 @@
+"""What runs on the device: the functions that `programs` compiles, one for each kind and size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.execution.full_sampler import sample_full
+from jaxpaged.execution.logit_processors import ProcessorState
+from jaxpaged.execution.logprobs import packed_logprobs
+from jaxpaged.execution.sampler import SamplingState, sample
+from jaxpaged.execution.sharding import Placement
+from jaxpaged.execution.step_input import unpack_step
+from jaxpaged.execution.step_shape import StepShape
+from jaxpaged.execution.vocabulary import Vocabulary
+from jaxpaged.models.attention import make_metadata
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.layers import use_native_products
+from jaxpaged.models.transformer import Pools, Transformer
+from jaxpaged.pallas_kernels.lowering import GpuTarget
+from jaxpaged.pallas_kernels.sampler import SlotParameters
+from jaxpaged.pallas_kernels.sampler import sample as sample_in_kernel
+
+Params = dict[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKernels:
+    """Which parts of a step run in native CPU kernels, built and registered before, in place of XLA."""
+
+    attention: bool = False
+    linear: bool = False
+
+
+XLA_ALONE = NativeKernels()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunctions:
+    """The functions of one model on one placement.
+
+    Attributes:
+        graph: the model's definition, without weights.
+        config: of the whole model; its `vocab_size` may be padded.
+        vocab_size: without that padding.
+        cache_dtype: of the pools.
+        target: the GPU to write kernels for; None on CPU.
+    """
+
+    graph: nnx.GraphDef[Transformer]
+    config: ModelConfig
+    shape: StepShape
+    placement: Placement
+    vocab_size: int
+    cache_dtype: jnp.dtype
+    native: NativeKernels
+    target: GpuTarget | None
+
+    def forward(
+        self, size: int, *, samples_all: bool = False, hidden: bool = False
+    ) -> Callable[..., tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]]:
+        """A step of `size` token rows: logits of the sampled ones, and what changes on the device.
+
+        Args:
+            samples_all: give logits of every row.
+            hidden: give what the head would read of every row instead.
+        """
+        graph, block_size, partition = self.graph, self.shape.block_size, self.placement.partition
+        native, target, cache_dtype = self.native, self.target, self.cache_dtype
+        # What one device has of it.
+        config = self.config.replace(num_heads=self.config.num_heads // partition.size,
+                                      num_kv_heads=self.config.num_kv_heads // partition.kv)
+        vocabulary, vocab_size = self.placement.vocabulary, self.vocab_size
+
+        def forward(
+            params: Params,
+            pools: Pools,
+            block_table: jax.Array,  # [slots + 1, width]
+            last_id: jax.Array,  # [slots + 1]
+            packed: jax.Array,
+        ) -> tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]:
+            rows = unpack_step(packed, size)
+            column = jnp.where(rows.new_block >= 0, rows.position // block_size, block_table.shape[1])
+            block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
+            ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
+            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size,
+                                 cache_dtype=cache_dtype, native=native.attention, target=target)
+            model = nnx.merge(graph, params)
+            if native.linear:
+                use_native_products(model)
+            if hidden:
+                states, pools = model.hidden(ids, pools, meta)
+                return states, pools, block_table, rows.sample_slot, rows.position + 1
+            sample_row = jnp.arange(size) if samples_all else rows.sample_row
+            row = jnp.minimum(sample_row, size - 1)
+            logits, pools = model(ids, row, pools, meta)
+            logits = vocabulary.hide_padding(logits, vocab_size)
+            return logits, pools, block_table, rows.sample_slot, rows.position[row] + 1
+
+        return forward
+
+    def score(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
+        """Log probabilities of prompt tokens."""
+        forward, vocabulary = self.forward(size, samples_all=True), self.placement.vocabulary
+        num_top = self.num_top
+
+        def score(
+            params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
+        ) -> tuple[Pools, jax.Array, jax.Array]:
+            """As a step of `size` rows, all known; log probabilities of the ids [size] at the end of `packed`."""
+            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
+            logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
+            return pools, block_table, packed_logprobs(logits, packed[4 * size :], num_top, vocabulary)
+
+        return score
+
+    def hidden(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
+        """Hidden states of prompt tokens."""
+        forward = self.forward(size, hidden=True)
+
+        def hidden(
+            params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
+        ) -> tuple[Pools, jax.Array, jax.Array]:
+            """As a step of `size` rows, all known; what the head would read of each: [size, D] float32."""
+            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
+            states, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed)
+            return pools, block_table, states
+
+        return hidden
+
+    def plain_sample(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """Draws that need no more than temperature, top-k, top-p and min-p."""
+        # The kernel needs the whole of each row; what several devices share is XLA's.
+        if self.target is None or self.placement.mesh:
+            return partial(_sample, self.placement.vocabulary)
+        return partial(_sample_in_kernel, self.target)
+
+    def full_sample(self) -> Callable[..., tuple[jax.Array, ProcessorState, jax.Array, jax.Array]]:
+        """Draws with everything that a request can ask for."""
+        return partial(_sample_full, num_top=self.num_top, processed_logprobs=self.shape.processed_logprobs,
+                       vocabulary=self.placement.vocabulary)
+
+    @property
+    def num_top(self) -> int:
+        """Alternatives that log probabilities can have: no more than there are tokens."""
+        return min(self.shape.num_top, self.vocab_size)
+
+
+def _sample(
+    vocabulary: Vocabulary, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
+    position: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Ids [B], and the slots' last ids with them written."""
+    rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
+    ids = sample(logits, rows, position, vocabulary)
+    return ids, last_id.at[slot].set(jnp.maximum(ids, 0))
+
+
+def _sample_in_kernel(
+    target: GpuTarget, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `_sample`, in one kernel that draws the same tokens."""
+    parameters = SlotParameters(*(jnp.asarray(getattr(state, name)) for name in SlotParameters._fields))
+    return sample_in_kernel(logits, parameters, slot, position, last_id, target=target)
+
+
+def _sample_full(
+    state: SamplingState, processors: ProcessorState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
+    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, vocabulary: Vocabulary,
+) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
+    """Ids [B], both states of the slots with them written, and log probabilities [B, 2 + 2 * num_top]."""
+    rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
+    ids, processors, logprobs = sample_full(
+        logits, rows, processors, slot, position, step_allowed, num_top=num_top, processed_logprobs=processed_logprobs,
+        vocabulary=vocabulary)
+    return ids, processors, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
+
+
+def admit_full(state: ProcessorState, rows: ProcessorState, slot: jax.Array) -> ProcessorState:
+    """The state with `rows` [n] written at `slot` [n]."""
+    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), state, rows)
+
+
+def admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> SamplingState:
+    """The state with `rows` [n] written at `slot` [n]."""
+    return jax.tree.map(lambda leaf, new: leaf.at[slot].set(new), state, rows)
+
+
+def write_table(block_table: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
+    """The block table with `rows` [n, width] written at `slot` [n]."""
+    return block_table.at[slot].set(rows)
