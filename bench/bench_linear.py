@@ -54,8 +54,8 @@ def linear_layers(model: Transformer, x: jax.Array) -> jax.Array:
     config = model.config
     for layer in model.layers:
         q, k, v = apply_linear(x, layer.attn.q, layer.attn.k, layer.attn.v)
-        x = x + layer.attn.o(q + jnp.tile(k + v, (1, config.num_heads // config.num_kv_heads)))
-        x = x + layer.mlp(x)
+        x = layer.attn.o(q + jnp.tile(k + v, (1, config.num_heads // config.num_kv_heads)), x)
+        x = layer.mlp(x, x)
     x = x[:32]
     return model.embed.logits(x) if model.head is None else model.head(x)
 

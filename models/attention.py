@@ -138,13 +138,19 @@ class Attention(nnx.Module):
         self.rule = AttentionRule(config.attention_scale or head_dim**-0.5, config.window(layer),
                                   config.attention_softcap)
 
-    def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
-        """x [T, D] -> (y [T, D], pools with this step's keys and values)."""
+    def __call__(
+        self, x: jax.Array, pages: KVPages, meta: AttentionMetadata, residual: jax.Array
+    ) -> tuple[jax.Array, KVPages]:
+        """x, residual [T, D] -> (residual + y [T, D], pools with this step's keys and values)."""
         tokens = x.shape[0]
         q, k, v = (y.reshape(tokens, -1, self.head_dim) for y in apply_linear(x, self.q, self.k, self.v))
         rule, bias, work = self.rule, self._head_bias(q.shape[1]), meta.work
         if isinstance(work, GpuAttention):
             q, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.place, pages, target=work.target)
+        elif work is None:
+            q, k_pool, v_pool = native_attention.rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.place,
+                                                                 pages.k, pages.v)
+            pages = KVPages(k_pool, v_pool)
         else:
             q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
             pages = write_kv(pages, k, v, meta.page, meta.place)
@@ -157,7 +163,7 @@ class Attention(nnx.Module):
                                                 tiles=work.tiles, target=work.target)
         else:
             y = xla_paged_attention.paged_attention(q, pages, meta.block_table, work, rule, bias, XLA_TILES)
-        return self.o(y.reshape(tokens, -1)), pages
+        return self.o(y.reshape(tokens, -1), residual), pages
 
     def _head_bias(self, heads: int) -> HeadBias:
         """Of the `heads` query heads that this device has."""

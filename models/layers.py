@@ -31,8 +31,13 @@ class Linear(nnx.Module):
         self.sum_over = sum_over
         self.native = False
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return apply_linear(x, self)[0]
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """[T, in] -> [T, out], plus `residual` [T, out]."""
+        if residual is None:
+            return apply_linear(x, self)[0]
+        if self.native and self.bias is None and not self.sum_over:
+            return native_linear.linear(x, [self.kernel[...]], residual)[0]
+        return residual + apply_linear(x, self)[0]
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         """As an output head: not rounded to the weights' dtype."""
@@ -59,8 +64,11 @@ class RMSNorm(nnx.Module):
     def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
         self.scale = nnx.Param(jnp.ones(size, dtype))
         self.eps = eps
+        self.native = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self.native:
+            return native_linear.rms_norm(x, self.scale[...], self.eps)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
@@ -96,7 +104,7 @@ class Embedding(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+    """residual + down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
     def __init__(
         self, model_dim: int, mlp_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
@@ -105,16 +113,16 @@ class GatedMLP(nnx.Module):
         self.up = Linear(model_dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(mlp_dim, model_dim, bias=bias, dtype=dtype, rngs=rngs, sum_over=axis)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
         if self.gate.native and self.gate.bias is None:
-            return self.down(native_linear.gated(x, self.gate.kernel[...], self.up.kernel[...]))
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+            return self.down(native_linear.gated(x, self.gate.kernel[...], self.up.kernel[...]), residual)
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x), residual)
 
 
 def use_native_products(model: nnx.Module) -> None:
-    """From now on all products with the model's weights, float32, run in the native CPU kernels."""
+    """From now on all products with the model's weights, float32, and norms run in the native CPU kernels."""
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, Linear | Embedding):
+        if isinstance(module, Linear | Embedding | RMSNorm):
             module.native = True
 
 

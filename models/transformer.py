@@ -26,9 +26,8 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMLP(config.model_dim, config.mlp_dim, bias=config.mlp_bias, dtype=dtype, rngs=rngs, axis=axis)
 
     def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
-        y, pages = self.attn(self.attn_norm(x), pages, meta)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), pages
+        x, pages = self.attn(self.attn_norm(x), pages, meta, x)
+        return self.mlp(self.mlp_norm(x), x), pages
 
 
 class Transformer(nnx.Module):

@@ -1,4 +1,7 @@
-"""Paged attention as a native XLA custom call: the CPU backend's faster path, where a C++ compiler is there."""
+"""Rotary embedding, KV write and paged attention as native XLA custom calls: the CPU backend's faster path.
+
+It is taken where a C++ compiler is there.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,8 @@ import numpy as np
 
 from jaxpaged.pallas_kernels.native_build import NativeKernel
 
-KERNEL = NativeKernel("paged_attention.cc", ("jaxpaged_paged_attention",))
+KERNEL = NativeKernel("paged_attention.cc", ("jaxpaged_paged_attention", "jaxpaged_rotary_kv_write"))
+_ATTENTION, _ROTARY_KV_WRITE = KERNEL.targets
 
 
 def paged_attention(
@@ -24,6 +28,32 @@ def paged_attention(
     """
     assert q.dtype == k_pool.dtype == v_pool.dtype == jnp.float32, (q.dtype, k_pool.dtype, v_pool.dtype)
     assert q.shape[1] % k_pool.shape[2] == 0 and k_pool.shape == v_pool.shape, (q.shape, k_pool.shape, v_pool.shape)
-    call = jax.ffi.ffi_call(KERNEL.targets[0], jax.ShapeDtypeStruct(q.shape, q.dtype))
+    call = jax.ffi.ffi_call(_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     result: jax.Array = call(q, k_pool, v_pool, block_table, slot, position, scale=np.float32(scale))
     return result
+
+
+def rotary_kv_write(
+    q: jax.Array,  # [T, N, H] float32
+    k: jax.Array,  # [T, K, H] float32
+    v: jax.Array,  # [T, K, H] float32
+    cos: jax.Array,  # [T, H // 2] float32
+    sin: jax.Array,  # [T, H // 2] float32
+    page: jax.Array,  # [T] int32; padding rows point at the null page, which nobody reads
+    place: jax.Array,  # [T] int32, 0 to S - 1
+    k_pool: jax.Array,  # [P, S, K, H] float32
+    v_pool: jax.Array,  # [P, S, K, H] float32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Turn q and k by the rotary angles, and write k and v into the pools, in place where these are donated.
+
+    Returns:
+        q turned, and both pools.
+    """
+    assert q.dtype == k.dtype == v.dtype == k_pool.dtype == v_pool.dtype == jnp.float32, (q.dtype, k.dtype, v.dtype,
+                                                                                          k_pool.dtype, v_pool.dtype)
+    assert k.shape == v.shape == (k.shape[0], *k_pool.shape[2:]) and k_pool.shape == v_pool.shape, (
+        k.shape, v.shape, k_pool.shape, v_pool.shape)
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, k_pool, v_pool)]
+    call = jax.ffi.ffi_call(_ROTARY_KV_WRITE, results, input_output_aliases={7: 1, 8: 2})
+    turned, k_pool, v_pool = call(q, k, v, cos, sin, page, place, k_pool, v_pool)
+    return turned, k_pool, v_pool

@@ -1,4 +1,6 @@
-"""Products with weights as native XLA custom calls: the CPU backend's faster path, where a C++ compiler is there.
+"""Products with weights, and norms, as native XLA custom calls: the CPU backend's faster path.
+
+It is taken where a C++ compiler is there.
 
 Float32 throughout. A row's result is bitwise the same whatever other rows, and however many, it is computed with.
 """
@@ -7,11 +9,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged.pallas_kernels.native_build import NativeKernel
 
-KERNEL = NativeKernel("linear.cc", ("jaxpaged_linear", "jaxpaged_gated", "jaxpaged_transposed"))
-_LINEAR, _GATED, _TRANSPOSED = KERNEL.targets
+KERNEL = NativeKernel("linear.cc", ("jaxpaged_linear", "jaxpaged_gated", "jaxpaged_transposed", "jaxpaged_rms_norm"))
+_LINEAR, _GATED, _TRANSPOSED, _RMS_NORM = KERNEL.targets
 
 
 def linear(x: jax.Array, weights: Sequence[jax.Array], addend: jax.Array | None = None) -> list[jax.Array]:
@@ -40,6 +43,14 @@ def transposed(x: jax.Array, weights: jax.Array) -> jax.Array:
     result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32)
     product: jax.Array = jax.ffi.ffi_call(_TRANSPOSED, result)(x, weights)
     return product
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Each row of x [T, D] over its root mean square, times scale [D] (Zhang and Sennrich, 2019)."""
+    assert x.shape[1:] == scale.shape, (x.shape, scale.shape)
+    _check_float32(x, scale)
+    y: jax.Array = jax.ffi.ffi_call(_RMS_NORM, jax.ShapeDtypeStruct(x.shape, x.dtype))(x, scale, eps=np.float32(eps))
+    return y
 
 
 def _check_float32(*arrays: jax.Array) -> None:

@@ -13,7 +13,7 @@ def test_arrays_of_an_arena_are_zeroed_aligned_and_apart(sizes: list[int]) -> No
     arena = HostArena(sum(sizes), len(sizes))
     arrays = [arena.take(size) for size in sizes]
     for number, array in enumerate(arrays):
-        assert array.ctypes.data % 64 == 0
+        assert not array.size or array.ctypes.data % 64 == 0  # where nothing lies has no alignment
         assert not array.any()
         array[:] = number + 1
     for number, array in enumerate(arrays):

@@ -16,6 +16,7 @@ from jaxpaged.pallas_kernels import native_attention, reference
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.native_build import build
+from tests import test_rotary_kv_write as rotary
 from tests.test_paged_attention import Batch, Piece, Shape, expected, make_batch
 
 CHUNK = 32  # tokens of context between two updates of the kernel's softmax
@@ -165,3 +166,15 @@ def test_random_batches(data: st.DataObject, seed: int, share: bool) -> None:
         pieces.append(Piece(context, new))
         room -= new
     check(shape, pieces, seed, share=share)
+
+
+@jax.jit
+def rotary_kv_write(case: dict[str, Any], pages: KVPages) -> tuple[jax.Array, KVPages]:
+    q, k_pool, v_pool = native_attention.rotary_kv_write(**case, k_pool=pages.k, v_pool=pages.v)
+    return q, KVPages(k_pool, v_pool)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 64), (6, 7, 1, 16), (100, 3, 3, 80), (17, 9, 3, 6)])
+def test_rotary_embedding_and_kv_write_against_float64(sizes: tuple[int, int, int, int]) -> None:
+    case = rotary.make_case(*sizes, seed=4)
+    rotary.check(case, rotary.make_pages(sizes[2], sizes[3], jnp.float32), 1e-5, rotary_kv_write)

@@ -31,6 +31,7 @@ def draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
 linear = jax.jit(native_linear.linear)
 gated = jax.jit(native_linear.gated)
 transposed = jax.jit(native_linear.transposed)
+rms_norm = jax.jit(native_linear.rms_norm, static_argnums=2)
 
 
 def check(rows: int, size_in: int, size_out: int, seed: int = 0) -> None:
@@ -47,6 +48,8 @@ def check(rows: int, size_in: int, size_out: int, seed: int = 0) -> None:
     np.testing.assert_allclose(linear(x, [w], addend)[0], wanted + addend, **close)
     np.testing.assert_allclose(transposed(x, np.ascontiguousarray(w.T)), wanted, **close)
     np.testing.assert_allclose(gated(x, w, up), wanted / (1 + np.exp(-wanted)) * (x64 @ up), **close)
+    normed = x64 / np.sqrt(np.mean(x64 * x64, axis=1, keepdims=True) + 0.1)
+    np.testing.assert_allclose(rms_norm(x, w[:, 0], 0.1), normed * w[:, 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 257, 300])
@@ -80,7 +83,8 @@ def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 32, 33, 100])
 def test_a_row_is_bitwise_the_same_among_any_number(rows: int) -> None:
     x, w, up, table = operands()
-    for run in (lambda x: linear(x, [w, up])[1], lambda x: gated(x, w, up), lambda x: transposed(x, table)):
+    for run in (lambda x: linear(x, [w, up])[1], lambda x: gated(x, w, up), lambda x: transposed(x, table),
+                lambda x: rms_norm(x, table[0], 1e-5)):
         np.testing.assert_array_equal(run(x[:rows]), np.asarray(run(x))[:rows])
 
 

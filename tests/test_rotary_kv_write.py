@@ -1,5 +1,6 @@
 """Rotary embedding and KV write in one kernel, interpreted, against float64; and what the compiler makes of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def turned(x: np.ndarray, case: dict[str, Any]) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def check(case: dict[str, Any], pages: KVPages, tolerance: float) -> None:
+def check(case: dict[str, Any], pages: KVPages, tolerance: float, run: Callable[..., Any] = run) -> None:
     """Queries, the rows' places in the pools, and that all other places are what they were."""
     before = [np.asarray(pool, np.float64) for pool in (pages.k, pages.v)]
     q, found = run(case, pages)

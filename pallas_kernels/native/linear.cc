@@ -1,4 +1,4 @@
-// Products of activations and weights for CPUs, called through XLA's FFI; float32 throughout.
+// Products of activations and weights, and norms, for CPUs, called through XLA's FFI; float32 throughout.
 //
 // Three ways, one micro-kernel: kRows x kVectors vectors of sums stay in registers while the depth runs.
 //   stream   few rows, weights [in, out]: reading the weights is all that counts. Threads take blocks of depth, so that
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -403,6 +404,25 @@ ffi::Error transposed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   return ffi::Error::Success();
 }
 
+// A row after the other: what a step's rows take is too short to share.
+ffi::Error rms_norm(float eps, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  const int64_t rows = x.dimensions()[0], size = x.dimensions()[1], whole = size / kLanes * kLanes;
+  const float* weight = scale.typed_data();
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* from = x.typed_data() + row * size;
+    float* to = y->typed_data() + row * size;
+    Floats squares{};
+    for (int64_t i = 0; i < whole; i += kLanes) squares += load(from + i) * load(from + i);
+    float total = 0;
+    for (int64_t i = whole; i < size; ++i) total += from[i] * from[i];
+    for (int lane = 0; lane < kLanes; ++lane) total += squares[lane];
+    const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
+    for (int64_t i = 0; i < whole; i += kLanes) store(to + i, load(from + i) * factor * load(weight + i));
+    for (int64_t i = whole; i < size; ++i) to[i] = from[i] * factor * weight[i];
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxpaged
 
@@ -430,3 +450,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_transposed, jaxpaged::transposed,
                                   .Arg<ffi::Buffer<ffi::F32>>()   // x [T, in]
                                   .Arg<ffi::Buffer<ffi::F32>>()   // weights [out, in]
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rms_norm, jaxpaged::rms_norm,
+                              ffi::Ffi::Bind()
+                                  .Attr<float>("eps")
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // x [T, D]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // scale [D]
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // [T, D]

@@ -1,4 +1,5 @@
-// Paged attention for CPUs, called through XLA's FFI: what xla_paged_attention.py computes, without its gathers.
+// Rotary embedding and KV write, then paged attention, for CPUs, called through XLA's FFI. Attention computes what
+// xla_paged_attention.py does, without its gathers.
 //
 // A step is cut into tiles: consecutive rows of one slot, as many as fill `kTileLanes` query lanes. A work item is one
 // tile and one kv head; threads take items from a shared counter, the costliest first.
@@ -301,6 +302,37 @@ ffi::Error run(ffi::ThreadPool pool, float scale, ffi::Buffer<ffi::F32> q, ffi::
   return ffi::Error::Success();
 }
 
+// Turn `heads` heads of a row by its angles; halves of the head dim form the pairs.
+void rotate(const float* from, const float* cos, const float* sin, int64_t heads, int64_t half, float* to) {
+  for (int64_t head = 0; head < heads; ++head, from += 2 * half, to += 2 * half)
+    for (int64_t h = 0; h < half; ++h) {
+      const float first = from[h], second = from[half + h];
+      to[h] = first * cos[h] - second * sin[h];
+      to[half + h] = second * cos[h] + first * sin[h];
+    }
+}
+
+// A row after the other: what a step's rows take is too short to share. The pools are written where they lie.
+ffi::Error rotate_and_write(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                            ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> page,
+                            ffi::Buffer<ffi::S32> place, ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
+                            ffi::Result<ffi::Buffer<ffi::F32>> turned, ffi::Result<ffi::Buffer<ffi::F32>> keys_out,
+                            ffi::Result<ffi::Buffer<ffi::F32>> values_out) {
+  if (keys.typed_data() != keys_out->typed_data() || values.typed_data() != values_out->typed_data())
+    return ffi::Error::Internal("the pools are to be updated in place");
+  const int64_t tokens = q.dimensions()[0], heads = q.dimensions()[1], half = q.dimensions()[2] / 2;
+  const int64_t kv_heads = k.dimensions()[1], page_size = keys.dimensions()[1], width = kv_heads * 2 * half;
+  for (int64_t row = 0; row < tokens; ++row) {
+    const float *row_cos = cos.typed_data() + row * half, *row_sin = sin.typed_data() + row * half;
+    const int64_t at = row * heads * 2 * half;
+    rotate(q.typed_data() + at, row_cos, row_sin, heads, half, turned->typed_data() + at);
+    const int64_t to = (page.typed_data()[row] * page_size + place.typed_data()[row]) * width;
+    rotate(k.typed_data() + row * width, row_cos, row_sin, kv_heads, half, keys_out->typed_data() + to);
+    std::memcpy(values_out->typed_data() + to, v.typed_data() + row * width, width * sizeof(float));
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxpaged
 
@@ -317,3 +349,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_paged_attention, jaxpaged::run,
                                   .Arg<ffi::Buffer<ffi::S32>>()   // slot [T]
                                   .Arg<ffi::Buffer<ffi::S32>>()   // position [T]
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, N, H]
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rotary_kv_write, jaxpaged::rotate_and_write,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // q [T, N, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // k [T, K, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // v [T, K, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // cos [T, H / 2]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // sin [T, H / 2]
+                                  .Arg<ffi::Buffer<ffi::S32>>()    // page [T]
+                                  .Arg<ffi::Buffer<ffi::S32>>()    // place [T]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // k_pool [P, S, K, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // v_pool [P, S, K, H]
+                                  .Ret<ffi::Buffer<ffi::F32>>()    // q, turned
+                                  .Ret<ffi::Buffer<ffi::F32>>()    // k_pool, the same memory
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // v_pool, the same memory
