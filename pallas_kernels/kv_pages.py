@@ -51,13 +51,13 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
     Returns:
         The stored numbers [..., H] of `dtype`, and the scales [...] float32: the row's largest magnitude over the
-        dtype's, so that nothing overflows; 1 for a row of zeros.
+        dtype's, so that nothing overflows; 1 for a row of zeros, and NaN or infinity for a row that has any.
     """
     largest = LARGEST[jnp.dtype(dtype)]
     wide = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=-1) / largest
-    scale = jnp.where(scale > 0, scale, 1.0)
-    stored = wide / scale[..., None]
+    scale = jnp.where(scale == 0, 1.0, scale)
+    stored = jnp.where(jnp.isfinite(scale)[..., None], wide / scale[..., None], 0)
     if jnp.issubdtype(dtype, jnp.integer):
         stored = jnp.round(stored)
     return stored.astype(dtype), scale

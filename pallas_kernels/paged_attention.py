@@ -104,7 +104,7 @@ def paged_attention(
         grid=(kv_heads, sizes.num_extra, row_count // COMBINE_ROWS),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         aliases={0: 0},
-        num_warps=8 if q.dtype.itemsize == 4 else 4,  # with 4, heads of 80 spill in float32
+        num_warps=8 if q.dtype.itemsize == 4 or head_dim > 128 else 4,  # with 4, these spill
         interpret=target.interpret,
     )
     return result

@@ -78,14 +78,22 @@ def rotary_kv_write(
     place: jax.Array,  # [T] int32
     pages: KVPages,
 ) -> tuple[jax.Array, KVPages]:
-    """Turn queries and keys by their angles, first half of H against second, and write the rows that have a page."""
+    """Turn queries and keys by their angles, first half of H against second, and write the rows that have a page.
+
+    Where a token's key or value is not finite, the value becomes zeros and the key NaN.
+    """
     def turned(x: jax.Array) -> jax.Array:
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         c, s = cos[:, None], sin[:, None]
         return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
 
+    k = turned(k)
+    stored = pages.k.dtype if pages.k_scale is None else k.dtype
+    finite = jnp.isfinite(k.astype(stored)) & jnp.isfinite(v.astype(stored))
+    sound = jnp.all(finite, axis=-1, keepdims=True)  # [T, K, 1]
+    k, v = jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
     real = jnp.nonzero(page >= 0)[0]
-    return turned(q), write_kv(pages, turned(k)[real], v[real], page[real], place[real])
+    return turned(q), write_kv(pages, k[real], v[real], page[real], place[real])
 
 
 def sample(

@@ -3,6 +3,11 @@
 One program per (tile of tokens, kv head): it reads the tile's angles once, turns the query heads of its group and the
 key, and writes key and value where they belong. Rows of padding have page -1 and write nothing.
 
+No value in a page is NaN or infinite. Attention multiplies the values of a whole block with the weights of a whole tile
+of queries, and a weight of zero would not keep such a value from a query that does not see it. A token whose key or
+value is not finite gets a value of zeros and a key of NaN, which makes the scores, and with them the results, NaN of
+exactly those queries that see it.
+
 Axis letters: T tokens, N query heads, K kv heads, G query heads per kv head, H head dim, P pages, S page size, R tokens
 of a tile.
 """
@@ -116,14 +121,28 @@ def _kernel(
     page, place = load(page_ref.at[token]), load(place_ref.at[token])
     written = page >= 0
     page = jnp.maximum(page, 0)
-    for parts, out, scale_out in ((turn(k_ref, kv_head), k_out, k_scale_out),
-                                  (keep(v_ref, kv_head), v_out, v_scale_out)):
+    keys, values = turn(k_ref, kv_head), keep(v_ref, kv_head)
+    sound = _are_finite(keys + values, v_ref.dtype if is_scaled else v_out.dtype)
+    values = [(lane, jnp.where(sound[:, None], part, 0)) for lane, part in values]
+    if not is_scaled:  # else the scale tells
+        keys = [(lane, jnp.where(sound[:, None], part.astype(jnp.float32), jnp.nan)) for lane, part in keys]
+    for parts, out, scale_out in ((keys, k_out, k_scale_out), (values, v_out, v_scale_out)):
         if is_scaled:
             parts, scale = _quantized(parts, out.dtype)
+            if out is k_out:
+                scale = jnp.where(sound, scale, jnp.nan)
             store(scale_out.at[page, kv_head, place], scale, written)
         for lane, part in parts:
             mask = jnp.broadcast_to(written[:, None], part.shape)
             store(out.at[page[:, None], place[:, None], kv_head, lane[None, :]], part.astype(out.dtype), mask)
+
+
+def _are_finite(parts: Parts, dtype: jnp.dtype) -> jax.Array:
+    """[R] whether all of a row's numbers are still finite in `dtype`."""
+    stored = [part.astype(dtype).astype(jnp.float32) for _, part in parts]
+    # NaN, which maxima may pass over, shows as infinity; so does what rounds to it.
+    wide = [jnp.where(part == part, jnp.abs(part), jnp.inf) for part in stored]
+    return functools.reduce(jnp.maximum, (jnp.max(part, axis=1) for part in wide)) < jnp.inf
 
 
 def _quantized(parts: Parts, dtype: jnp.dtype) -> tuple[Parts, jax.Array]:

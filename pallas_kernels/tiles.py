@@ -44,9 +44,9 @@ ATTENTION: dict[str, dict[int, AttentionTable]] = {
         4: AttentionTable(AttentionTiles((16,), 16, 4, 3, 3), AttentionTiles((16,), 16, 4, 3, 3)),
     },
     "ada": {
-        1: AttentionTable(AttentionTiles((16,), 32, 8, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 1)),
-        2: AttentionTable(AttentionTiles((16,), 32, 4, 3, 2), AttentionTiles((16, 64), 32, 4, 3, 1)),
-        4: AttentionTable(AttentionTiles((16,), 16, 4, 3, 2), AttentionTiles((16,), 16, 4, 3, 2)),
+        1: AttentionTable(AttentionTiles((16,), 32, 8, 3, 2), AttentionTiles((16, 64), 32, 8, 3, 1)),
+        2: AttentionTable(AttentionTiles((16,), 32, 4, 3, 2), AttentionTiles((16, 128), 32, 8, 3, 1)),
+        4: AttentionTable(AttentionTiles((16,), 16, 8, 3, 2), AttentionTiles((16,), 16, 8, 3, 2)),
     },
     "hopper": {
         1: AttentionTable(AttentionTiles((16,), 32, 4, 3, 4), AttentionTiles((16, 64), 64, 4, 3, 2)),

@@ -24,6 +24,7 @@ from jaxpaged.pallas_kernels import paged_attention, reference
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled, quantize
 from jaxpaged.pallas_kernels.lowering import GpuTarget
+from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 from jaxpaged.pallas_kernels.work_list import WorkSizes, make_work_list, most_tiles
 from tests.test_paged_attention import Batch, Piece, Shape, expected, lengths, make_batch, mixed
 
@@ -221,6 +222,31 @@ def test_a_row_that_is_not_a_number_spoils_no_other_sequence() -> None:
         found, _ = compiled(shape, PLAIN)(batch.q, pages, batch.block_table, batch.slot, batch.position)
         rows = [0, 3, 4]
         np.testing.assert_allclose(np.asarray(found)[rows], expected(batch, pieces, SCALE)[rows], rtol=1e-5, atol=2e-6)
+
+
+def test_a_token_that_is_not_a_number_spoils_no_earlier_one() -> None:
+    """Keys and values go through the kernel that writes them; queries of one tile see it, or do not."""
+    pieces, bad = [Piece(20, 20), Piece(33, 13)], 7
+    batch = make_batch(SMALL, pieces, np.random.default_rng(5))
+    real = np.arange(33)
+    slot, position = batch.slot[:33], batch.position[:33]
+    page, place = np.full(SMALL.tokens, -1, np.int32), np.zeros(SMALL.tokens, np.int32)
+    page[:33], place[:33] = batch.block_table[slot, position // SMALL.block_size], position % SMALL.block_size
+    keys, values = np.zeros((2, SMALL.tokens, SMALL.kv_heads, SMALL.head_dim), np.float32)
+    for pool, rows in ((batch.k_pool, keys), (batch.v_pool, values)):
+        rows[real] = pool[page[:33], place[:33]]
+        pool[page[:33], place[:33]] = 0
+    wanted = expected(batch, pieces, SCALE)[:33]
+    keys[bad] = values[bad] = np.nan
+    ones = np.ones((SMALL.tokens, SMALL.head_dim // 2), np.float32)
+    pages = KVPages(jnp.asarray(batch.k_pool), jnp.asarray(batch.v_pool))
+    q, pages = jax.jit(partial(rotary_kv_write, target=TARGET))(
+        batch.q, keys, values, ones, 0 * ones, page, place, pages)
+    found, _ = compiled(SMALL, PLAIN)(q, pages, batch.block_table, batch.slot, batch.position)
+    found = np.asarray(found)[:33]
+    sees_it = (slot == slot[bad]) & (position >= position[bad])
+    np.testing.assert_allclose(found[~sees_it], wanted[~sees_it], rtol=1e-5, atol=2e-6)
+    assert np.isnan(found[sees_it]).all() and 0 < sees_it.sum() < 20
 
 
 @settings(max_examples=40)

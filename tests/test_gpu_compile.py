@@ -1,9 +1,16 @@
 """The attention kernel, compiled for GPUs that are not there: what interpreting it cannot see.
 
 Each variant must lower, keep its registers, load its pages 16 bytes at a time while it computes, and use tensor cores.
+They are compiled in a child process: a compiler that aborts is then a failed test of the variant that it aborted on.
 """
 
 import itertools
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +95,43 @@ def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path) -> aot.Progr
     return aot.analyse(compiled, folder, kernels="paged_attention")
 
 
-def check(name: str, variant: Variant, folder: Path) -> None:
+class Child:
+    """A process that compiles one variant after another, and is replaced when it dies."""
+
+    def __init__(self) -> None:
+        self._pool = self._start()
+
+    @staticmethod
+    def _start() -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    def compile(self, gpu: GpuSpec, variant: Variant) -> aot.ProgramFacts:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return self._pool.submit(compile_attention, gpu, variant, Path(folder)).result()
+            except BrokenProcessPool:
+                self._pool = self._start()
+                pytest.fail(f"compiling {variant} for {gpu.name} ended the process")
+
+    def stop(self) -> None:
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    child = Child()
+    yield child
+    child.stop()
+
+
+def check(name: str, variant: Variant, child: Child) -> None:
     _, pages, _, _, _, tokens = variant
     gpu = find_gpu(name)
     if pages == "float8_e4m3fn" and gpu.compute_capability < (8, 9):
         with pytest.raises(AssertionError, match="no float8_e4m3fn"):
-            compile_attention(gpu, variant, folder)
+            child.compile(gpu, variant)
         return
-    facts = compile_attention(gpu, variant, folder)
+    facts = child.compile(gpu, variant)
     kernel, launch = facts.kernel("paged_attention"), facts.launch("paged_attention")
     assert not kernel.spill_bytes and not facts.kernel("paged_attention_combine").spill_bytes
     assert kernel.async_loads > 0 and kernel.overlaps
@@ -112,16 +148,16 @@ def test_the_set_is_pairwise_and_small() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: "-".join(map(str, VARIANTS[number])))
-def test_every_pair_of_choices_compiles(number: int, tmp_path: Path) -> None:
+def test_every_pair_of_choices_compiles(number: int, child: Child) -> None:
     """For the two GPUs in turn; for both in the slow tests."""
-    check(("h200", "a100-80g")[number % 2], VARIANTS[number], tmp_path)
+    check(("h200", "a100-80g")[number % 2], VARIANTS[number], child)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200", "a100-80g", "l4"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
-def test_every_variant_compiles_for_every_generation(name: str, variant: Variant, tmp_path: Path) -> None:
-    check(name, variant, tmp_path)
+def test_every_variant_compiles_for_every_generation(name: str, variant: Variant, child: Child) -> None:
+    check(name, variant, child)
 
 
 @pytest.mark.parametrize(("name", "tokens", "registers", "resident", "waits"), [
@@ -142,6 +178,15 @@ def test_the_shipped_tiles_of_an_8b_model(
     assert aot.resident_blocks(kernel, launch, gpu) >= resident
     assert kernel.wait_groups == waits
     assert not kernel.narrow_async_loads and kernel.wide_stores > 0
+
+
+def test_a_compiler_that_aborts_fails_one_test_alone(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next variant compiles in a new process."""
+    submit = child._pool.submit
+    monkeypatch.setattr(child._pool, "submit", lambda *args: submit(os.abort))
+    with pytest.raises(pytest.fail.Exception, match="for h200 ended the process"):
+        child.compile(find_gpu("h200"), VARIANTS[0])
+    assert child.compile(find_gpu("h200"), VARIANTS[0]).kernels
 
 
 def test_fp8_pages_are_refused_where_the_gpu_has_no_fp8() -> None:

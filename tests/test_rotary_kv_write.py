@@ -110,6 +110,29 @@ def test_the_specification_says_the_same(dtype: Any) -> None:
                                        atol=1.01 if pool.dtype == jnp.int8 else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int8])
+def test_no_value_in_a_page_is_infinite_or_nan(dtype: Any) -> None:
+    """A token that has one gets a value of zeros, and a key that spoils who sees it; heads are apart."""
+    case = make_case(6, 2, 2, 16, 4)
+    case["v"][1, 0, 3], case["v"][2, 1, 15], case["k"][3, 0, 0] = np.nan, np.inf, -np.inf
+    case["v"][4, 1, 0] = 1e5 if dtype == jnp.float16 else 3e38  # too much for float16; much, but not for float32
+    q, pages = run(case, make_pages(2, 16, dtype))
+    _, wanted = reference.rotary_kv_write(
+        **{name: jnp.asarray(x) for name, x in case.items()}, pages=make_pages(2, 16, dtype))
+    at = case["page"], case["place"]
+    bad = np.zeros((6, 2), bool)
+    bad[1, 0] = bad[2, 1] = bad[3, 0] = True
+    bad[4, 1] = dtype == jnp.float16
+    for found in (pages, wanted):
+        k, v = (np.asarray(pool, np.float32)[at] for pool in found[:2])
+        if is_scaled(dtype):
+            k, v = (rows * np.asarray(scale).swapaxes(1, 2)[at][..., None]
+                    for rows, scale in zip((k, v), found[2:], strict=True))
+        assert (np.isnan(k).all(axis=-1) == bad).all() and (np.isnan(k).any(axis=-1) == bad).all()
+        assert np.isfinite(v).all() and ((v == 0).all(axis=-1) == bad).all()
+    assert np.isfinite(q).all()
+
+
 @pytest.mark.parametrize(("gpu", "tokens", "head_dim", "dtype"), [
     ("h200", 64, 128, jnp.bfloat16), ("h200", 8192, 64, jnp.bfloat16), ("h200", 256, 80, jnp.float8_e4m3fn),
     ("a100", 64, 64, jnp.bfloat16), ("a100", 8192, 128, jnp.int8), ("a100", 1, 96, jnp.float16),

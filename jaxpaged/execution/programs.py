@@ -46,6 +46,9 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         # Merged products of q, k and v would copy their weights side by side in each step.
         "xla_gpu_dot_merger_threshold_mb": "0",
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES",
+        # Weights and pools fill the GPU as planned. XLA takes that for a lack of memory, and would compute what the
+        # layers share again in each of them, which saves nothing.
+        "xla_disable_hlo_passes": "rematerialization",
     },
 }
 
