@@ -5,6 +5,7 @@ what the server adds: packing a step's outputs for the HTTP process. Flags that 
 """
 
 import argparse
+import gc
 import pickle
 import sys
 import time
@@ -116,6 +117,8 @@ def main() -> None:
     clock.around(engine._scheduler, "update")
     cases = [*((running, 0) for running in sorted(args.running)), *((most, waiting) for waiting in args.waiting)]
     measure(engine, clock, most, 0, 10)
+    gc.collect()
+    gc.freeze()  # as the server does
     found = [measure(engine, clock, running, waiting, args.steps) for running, waiting in cases]
     print_table(
         f"CPU time of the engine's thread, {args.steps} steps each",

@@ -5,7 +5,7 @@ the other. Times are seconds of `time.monotonic()`, which all processes of one m
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxpaged.outputs import FinishReason
 from jaxpaged.sampling_params import SamplingParams
@@ -87,8 +87,7 @@ class TokenLogprobs:
 class TokenDelta(NamedTuple):
     """The newest tokens of one sequence, and its end if it has come.
 
-    A step makes one for each running sequence and sends them to another process, which costs a tuple a third of what it
-    costs a dataclass.
+    A step makes one for each running sequence: a tuple costs less than a dataclass.
 
     `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
     `logprobs` has one entry for each of `token_ids` if the request asks for them, else none; `prompt_logprobs`, once,
@@ -196,6 +195,14 @@ class EngineOutputs:
     deltas: tuple[TokenDelta, ...]
     stats: EngineStats
     pool: PoolState | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Column by column, a fifth of the time: pickle names the class of each tuple that is not a plain one.
+        return _unpacked, (tuple(zip(*self.deltas, strict=True)), self.stats, self.pool)
+
+
+def _unpacked(columns: tuple[tuple[Any, ...], ...], stats: EngineStats, pool: PoolState | None) -> EngineOutputs:
+    return EngineOutputs(tuple(map(TokenDelta._make, zip(*columns, strict=True))), stats, pool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ both processes: the parent decides when running requests have had their time.
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import queue
@@ -104,6 +105,10 @@ def run_child(pipe: Connection) -> int:
         from jaxpaged.engine_loop import run_engine_loop
 
         engine = Engine(config, logger.info)
+        # What the start has made stays: the collector need not walk through it again, a tenth of a second in which no
+        # step would be planned.
+        gc.collect()
+        gc.freeze()
         _send(pipe, engine.info)
         run_engine_loop(engine, _receiver(pipe, inbox), lambda outputs: _send(pipe, outputs))
         engine.shutdown()

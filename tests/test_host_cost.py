@@ -1,5 +1,6 @@
 """What a step costs the host, counted in Python calls: unlike seconds, these are the same on a busy machine."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -92,6 +93,27 @@ def test_coming_and_going_costs_the_same_however_many_wait(policy: str) -> None:
         return calls(work)
 
     assert turnover(4096) <= turnover(64) + 40
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_adding_one_costs_the_same_however_many_wait(policy: str) -> None:
+    """In calls, and in what it leaves for the garbage collector to walk through: each object once per generation."""
+    def adding(waiting: int) -> tuple[int, int]:
+        scheduler = busy_scheduler(4, waiting, policy, slots=4)
+        messages = [EngineRequest(f"late {number}", (1, 2), SamplingParams(), 5) for number in range(100)]
+
+        def work() -> None:
+            for message in messages:
+                scheduler.add(message)
+
+        gc.collect()
+        before = len(gc.get_objects())
+        count = calls(work)
+        return count, len(gc.get_objects()) - before
+
+    few, many, more = (adding(waiting) for waiting in (64, 1024, 4096))
+    assert few[0] + 100 >= many[0] and many[0] + 100 >= more[0], "more than a call for each that is added"
+    assert max(few[1], many[1], more[1]) <= 100 * 12, "objects per waiting request"
 
 
 def test_a_token_costs_the_same_after_a_short_context_and_a_long_one() -> None:

@@ -91,10 +91,10 @@ class StepInFlight:
 def _is_scored(piece: ScheduledPiece) -> bool:
     """Whether log probabilities of the piece's tokens are wanted, or an embedding, and have not been given."""
     request = piece.request
-    if request.message.pooling is not None:
-        return True
-    return (request.message.params.prompt_logprobs is not None and piece.start < request.num_prompt_tokens - 1
-            and len(request.token_ids) == request.num_prompt_tokens)
+    if not request.scored:
+        return False
+    return request.message.pooling is not None or (
+        piece.start < request.num_prompt_tokens - 1 and len(request.token_ids) == request.num_prompt_tokens)
 
 
 def placed(params: Mapping[Any, Any], shapes: Params, placement: Placement) -> Params:
@@ -168,18 +168,19 @@ class ModelRunner:
     def dispatch(self, step: SchedulerOutput) -> StepInFlight:
         """Queue a step on the device, behind those already there."""
         shape = self._shape
-        admitted = [piece for piece in step.pieces if piece.admit]
+        changed = [piece for piece in step.pieces if piece.admit or piece.table]
+        admitted = [piece for piece in changed if piece.admit]
         for first in range(0, len(admitted), ADMIT_SIZES[-1]):
             self._admit([(piece.request.message, piece.slot) for piece in admitted[first : first + ADMIT_SIZES[-1]]])
         for piece in admitted:
             if piece.request.message.params.has_processors:
                 self._admit_processors(piece.request, piece.slot)
-        tables = [(piece.slot, piece.table) for piece in step.pieces if piece.table]
+        tables = [(piece.slot, piece.table) for piece in changed if piece.table]
         for first in range(0, len(tables), TABLE_ROWS):
             self._write_tables(tables[first : first + TABLE_ROWS])
         self._move_blocks(step.transfers)
         whole, scored = step, list[ScoredRows | HiddenRows]()
-        if any(_is_scored(piece) for piece in step.pieces):
+        if any([piece.request.scored for piece in step.pieces]):
             step, scored = self._score(step)
         if not step.pieces:
             return StepInFlight(whole, whole.num_tokens, None, scored=tuple(scored))

@@ -4,8 +4,8 @@ All of it is one int32 buffer, so that a step costs one transfer. On CPU the dev
 array, so each step gets a fresh buffer that is frozen once it is filled.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import jax
 import numpy as np
@@ -43,36 +43,41 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
         int32 [4 * size + 2 * num_samples], read-only; see `StepRows` for the parts, in that order.
     """
     assert step.num_tokens <= size, f"{step.num_tokens} tokens do not fit a step of {size}"
+    # Column by column: a loop over the pieces in Python, hundreds in a step, would take longer than all of this.
+    _, slots, starts, token_ids, counts, samples, blocks, *_ = zip(*step.pieces, strict=True)
+    num_tokens = np.array(counts, np.int32)
+    end = np.cumsum(num_tokens, dtype=np.int32)
+    begin = end - num_tokens
+    start = np.array(starts, np.int32)
+    slot_of = np.array(slots, np.int32)
+    sampled = np.array(samples, np.bool_)
+
     buffer = np.empty(4 * size + 2 * num_samples, np.int32)
     slot, position, token_id, new_block = buffer[: 4 * size].reshape(4, size)
-    slot[:] = null_slot
-    position[:] = 0
-    token_id[:] = 0
+    used = step.num_tokens
+    slot[:used] = np.repeat(slot_of, num_tokens)
+    slot[used:] = null_slot
+    position[:used] = np.arange(used, dtype=np.int32) + np.repeat(start - begin, num_tokens)
+    position[used:] = 0
+    token_id[:used] = IN_FLIGHT
+    token_id[used:] = 0
+    ids = list(chain.from_iterable(token_ids))
+    if ids:
+        known = begin + np.fromiter(map(len, token_ids), np.int32, len(token_ids))
+        token_id[:used][np.arange(used) < np.repeat(known, num_tokens)] = ids
     new_block[:] = -1
-    sample_row: list[int] = []
-    sample_slot: list[int] = []
-    singles: list[tuple[int, int, int, int]] = []  # written at once: a write into an array costs more than the rest
-    row = 0
-    for piece in step.pieces:
-        ids, count, start = piece.token_ids, piece.num_tokens, piece.start
-        end = row + count
-        if count == 1:
-            singles.append((row, piece.slot, start, ids[0] if ids else IN_FLIGHT))
-        else:
-            slot[row:end] = piece.slot
-            position[row:end] = np.arange(start, start + count)
-            token_id[row : row + len(ids)] = ids
-            token_id[row + len(ids) : end] = IN_FLIGHT
-        for index, block in enumerate(piece.blocks):
-            new_block[row + (-start) % block_size + index * block_size] = block
-        if piece.samples:
-            sample_row.append(end - 1)
-            sample_slot.append(piece.slot)
-        row = end
-    if singles:
-        rows, *columns = np.array(singles, np.int32).T
-        slot[rows], position[rows], token_id[rows] = columns
-    buffer[4 * size :] = [*_padded(sample_row, num_samples, size), *_padded(sample_slot, num_samples, null_slot)]
+    for row, first, taken in zip(begin.tolist(), starts, blocks, strict=True):
+        if taken:
+            row += -first % block_size
+            new_block[row : row + len(taken) * block_size : block_size] = taken
+
+    rows = end[sampled] - 1
+    assert len(rows) <= num_samples, f"{len(rows)} sampled rows do not fit {num_samples}"
+    sample_row, sample_slot = buffer[4 * size :].reshape(2, num_samples)
+    sample_row[: len(rows)] = rows
+    sample_row[len(rows) :] = size
+    sample_slot[: len(rows)] = slot_of[sampled]
+    sample_slot[len(rows) :] = null_slot
     buffer.flags.writeable = False
     return buffer
 
@@ -82,8 +87,3 @@ def unpack_step(buffer: jax.Array, size: int) -> StepRows:
     slot, position, token_id, new_block = buffer[: 4 * size].reshape(4, size)
     sample_row, sample_slot = buffer[4 * size :].reshape(2, -1)
     return StepRows(slot, position, token_id, new_block, sample_row, sample_slot)
-
-
-def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
-    assert len(values) <= length, f"{len(values)} sampled rows do not fit {length}"
-    return [*values, *[filler] * (length - len(values))]

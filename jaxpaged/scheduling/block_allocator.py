@@ -50,6 +50,11 @@ class BlockAllocator:
         return self.num_usable - self.num_free
 
     @property
+    def num_references(self) -> int:
+        """Owners of all blocks together."""
+        return self._num_references
+
+    @property
     def num_shared(self) -> int:
         """Blocks that sharing saves: owners beyond each block's first."""
         return self._num_references - self.num_used

@@ -1,6 +1,6 @@
 """Which blocks each request owns: shared prefixes first, then blocks of its own as it grows."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
@@ -76,6 +76,9 @@ class KVManager:
         self._loads: list[tuple[HostBlock, int]] = []
         self._saves: list[SaveBlocks] = []
         self._drops: list[int] = []
+        # Kept up to date, so that a step need not ask each running request.
+        self._num_computed = 0  # tokens of all requests that own blocks
+        self._tail_sharers: set[Request] = set()
         self.num_saved = self.num_loaded = 0
         allocator.on_evict = self._forget
 
@@ -97,7 +100,9 @@ class KVManager:
             self.allocator.free([tail])
             request.block_table[-1] = taken.pop(0)
             request.new_table = True
-        request.shares_tail = False
+        if request.shares_tail:
+            request.shares_tail = False
+            self._tail_sharers.remove(request)
         request.block_table.extend(taken)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -109,6 +114,8 @@ class KVManager:
         child.new_table = True
         if parent.num_computed % self.block_size:
             parent.shares_tail = child.shares_tail = True
+            self._tail_sharers |= {parent, child}
+        self._num_computed += child.num_computed
 
     def drain_transfers(self) -> Transfers:
         """What has to be moved before the next step writes anything."""
@@ -185,6 +192,7 @@ class KVManager:
         request.block_table = blocks
         request.num_keyed = len(prefix.blocks)
         request.num_computed = len(prefix.blocks) * self.block_size
+        self._num_computed += request.num_computed
         request.new_table = bool(prefix.blocks)
         return {self._writers[block] for block in prefix.blocks if block in self._writers}
 
@@ -223,8 +231,9 @@ class KVManager:
                 self.allocator.keep(block)
         request.num_keyed = full
 
-    def end_plan(self) -> None:
-        """The step is final: what was only planned is forgotten, `note_computed` has told the rest."""
+    def end_plan(self, num_tokens: int) -> None:
+        """A step of so many tokens is final: what was only planned is forgotten, `note_computed` has told the rest."""
+        self._num_computed += num_tokens
         self._planned.clear()
         self._writers.clear()
 
@@ -245,6 +254,8 @@ class KVManager:
             self.note_computed(request)
         self.allocator.free(request.block_table)
         request.block_table = []
+        self._num_computed -= request.num_computed
+        self._tail_sharers.discard(request)
         request.num_computed = request.num_keyed = 0
         request.shares_tail = request.new_table = False
 
@@ -285,8 +296,24 @@ class KVManager:
             request.block_keys.clear()
             request.num_keyed = NOT_SHARED if request.block_table else 0
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
+    def slots(self) -> tuple[int, int]:
+        """KV slots that requests hold, shared ones once, and how many of them are empty.
+
+        A slot reserved for a step in flight counts as filled.
+        """
+        empty = self.allocator.num_references * self.block_size - self._num_computed
+        tails: set[int] = set()
+        for request in self._tail_sharers:
+            if request.block_table[-1] in tails:
+                empty -= len(request.block_table) * self.block_size - request.num_computed
+            tails.add(request.block_table[-1])
+        return self.allocator.num_used * self.block_size, empty
+
+    def check_integrity(self, requests: Collection[Request]) -> None:
         """Assert that the books agree with the block tables."""
+        computed = sum(request.num_computed for request in requests)
+        assert self._num_computed == computed, f"{self._num_computed} computed tokens on the books, {computed} in fact"
+        assert self._tail_sharers == {request for request in requests if request.shares_tail}, "wrong sharers of tails"
         self.allocator.check_integrity(request.block_table for request in requests)
         if self._cache is None:
             assert not self.allocator.num_kept, "content is kept although nobody can ask for it"

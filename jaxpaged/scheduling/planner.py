@@ -49,19 +49,37 @@ class StepPlanner:
     def commit(self) -> list[ScheduledPiece]:
         """Fit the plan to a step size; it is final then, and its tokens count as computed."""
         self.plan.fit(self._step_sizes)
-        return [self._commit(request, count) for request, count in self.plan.counts.items()]
+        pieces = []
+        block_size = self._block_size
+        for request, count in self.plan.counts.items():
+            start, known, table = request.num_computed, request.token_ids, request.block_table
+            end = start + count
+            request.num_computed = end
+            samples = end == len(known) + request.num_pending
+            request.num_pending += samples
+            if end // block_size > request.num_keyed:
+                self._kv.note_computed(request)
+            admit, rewrite = request.new_in_slot, request.new_table
+            if admit or rewrite:
+                request.new_in_slot = request.new_table = False
+            # By position: hundreds are made per step, and keywords would cost more than the rest of this loop.
+            pieces.append(ScheduledPiece(
+                request, request.slot, start, known[start:end] if start < len(known) else (), count, samples,
+                table[-(-start // block_size) : -(-end // block_size)] if count > 1 or not start % block_size else (),
+                admit, tuple(table) if rewrite else ()))
+        return pieces
 
     def plan_decodes(self) -> list[Request]:
         """Plan the running requests that lack one token; return the others that lack some, in their order.
 
         The first of those keeps a token of the budget: requests after it cannot use all of it up.
         """
-        plan, block_size = self.plan, self._block_size
+        plan, block_size, running = self.plan, self._block_size, RequestStatus.RUNNING
         prefills: list[Request] = []
-        for request in list(self._queues.running):
+        for request in self._queues.running.all():
             if plan.left <= bool(prefills):
                 break
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 break  # preempted by one before it, as are those after it
             count = request.num_to_compute
             if not count:
@@ -136,18 +154,3 @@ class StepPlanner:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._queues.waiting.add(request)
-
-    def _commit(self, request: Request, count: int) -> ScheduledPiece:
-        start, end = request.num_computed, request.num_computed + count
-        request.num_computed = end
-        samples = end == len(request.token_ids) + request.num_pending
-        table, block_size = request.block_table, self._block_size
-        blocks = table[-(-start // block_size) : -(-end // block_size)]
-        admit, rewrite = request.new_in_slot, request.new_table
-        request.new_in_slot = request.new_table = False
-        request.num_pending += samples
-        if end // block_size > request.num_keyed:
-            self._kv.note_computed(request)
-        # By position: hundreds are made per step, and keywords would cost more than the rest of this method.
-        return ScheduledPiece(request, request.slot, start, request.token_ids[start:end], count, samples, blocks,
-                              admit, tuple(table) if rewrite else ())

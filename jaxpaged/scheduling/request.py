@@ -55,6 +55,7 @@ class Request:
         num_cached: prompt tokens that the prefix cache spared it when it was first let in.
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
+        scored: whether more is wanted of its prompt than keys and values: log probabilities, or an embedding.
         constraint: tells which tokens may come next, if not all may.
         pooled: of an embedding, as far as its prompt is computed: the sum over the tokens, or the last one's.
         prompt_logprobs: of its prompt tokens but the first, as far as they are there and nobody has been told.
@@ -62,6 +63,7 @@ class Request:
 
     message: EngineRequest
     order: int
+    request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_length: int = field(init=False)
@@ -83,16 +85,19 @@ class Request:
     num_passed: int = 0
     scheduled_time: float | None = None
     full_sampling: bool = False
+    scored: bool = False
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: list[float] = field(default_factory=list)
     predicted_length: int = 0
 
     def __post_init__(self) -> None:
+        self.request_id = self.message.request_id
         self.token_ids = list(self.message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_length = self.num_prompt_tokens + max(self.message.max_tokens, 1)  # of a prompt alone one is dropped
         self.full_sampling = self.message.params.full_sampling or self.constraint is not None
+        self.scored = self.message.params.prompt_logprobs is not None or self.message.pooling is not None
 
     def pool(self, start: int, values: list[float]) -> None:
         """Take in what the prompt's tokens from `start` on add to the embedding; a preempted prompt begins anew."""
@@ -103,10 +108,6 @@ class Request:
         """The embedding of a prompt that is computed."""
         count = self.num_prompt_tokens if self.message.pooling == "mean" else 1
         return tuple(value / count for value in self.pooled)
-
-    @property
-    def request_id(self) -> str:
-        return self.message.request_id
 
     @property
     def num_tokens(self) -> int:

@@ -111,10 +111,10 @@ class Scheduler:
         pieces = planner.commit()
         if self._queues.num_forks:
             pieces = self._admission.with_forks(pieces, now)
-        self._kv.end_plan()
+        self._kv.end_plan(planner.plan.num_tokens)
         # Without a piece nothing is dispatched: what there is to move waits for the next step.
         transfers = self._kv.drain_transfers() if pieces else NO_TRANSFERS
-        return SchedulerOutput(tuple(pieces), sum(planner.plan.counts.values()), transfers)
+        return SchedulerOutput(tuple(pieces), planner.plan.num_tokens, transfers)
 
     def update(
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
@@ -133,21 +133,20 @@ class Scheduler:
                 continue
             del found.request.prompt_logprobs[found.start :]  # a prompt that was preempted began anew
             found.request.prompt_logprobs += found.values
-        rows = [piece for piece in step.pieces if piece.samples]
-        for piece, token, logprob in zip(rows, sampled, logprobs or [None] * len(rows), strict=True):
-            request = piece.request
-            if request.finished:
+        ended = RequestStatus.FINISHED_STOPPED
+        requests = [piece.request for piece in step.pieces if piece.samples]
+        for request, token, logprob in zip(requests, sampled, logprobs or [None] * len(requests), strict=True):
+            if request.status >= ended:
                 continue  # it ended while this step was already running: the row is ignored
             request.num_pending -= 1
-            if token == FAILED_TOKEN:
-                error = "the model produced logits that are not finite"
-                deltas.append(self._finish(request, RequestStatus.FINISHED_ERROR, error=error))
-                continue
-            if token == NO_TOKEN_LEFT:
-                deltas.append(self._finish(request, RequestStatus.FINISHED_STOPPED))
+            if token < 0:
+                deltas.append(self._end_without_token(request, token))
                 continue
             request.token_ids.append(token)
             delta = self._after_token(request, token)
+            if not (request.full_sampling or request.scored):
+                deltas.append(delta)
+                continue
             if logprob is not None and delta.token_ids:
                 delta = delta._replace(logprobs=(logprob,))
             if request.prompt_logprobs:
@@ -186,15 +185,7 @@ class Scheduler:
 
         A slot reserved for a step in flight counts as filled.
         """
-        empty = 0
-        shared: dict[int, int] = {}
-        for request in self._queues.running:
-            room = len(request.block_table) * self._kv.block_size - request.num_computed
-            if request.shares_tail:
-                shared[request.block_table[-1]] = room
-            else:
-                empty += room
-        return self._allocator.num_used * self._kv.block_size, empty + sum(shared.values())
+        return self._kv.slots()
 
     def check_integrity(self) -> None:
         """Assert that blocks, slots and queues agree."""
@@ -203,15 +194,25 @@ class Scheduler:
         for request in self._queues.running:
             assert len(request.block_table) >= self._kv.blocks_for(request.num_computed), "computed tokens, no blocks"
 
+    def _end_without_token(self, request: Request, token: int) -> TokenDelta:
+        if token == NO_TOKEN_LEFT:
+            return self._finish(request, RequestStatus.FINISHED_STOPPED)
+        assert token == FAILED_TOKEN, f"the sampler gave {token}"
+        return self._finish(request, RequestStatus.FINISHED_ERROR,
+                            error="the model produced logits that are not finite")
+
     def _after_token(self, request: Request, token: int) -> TokenDelta:
         message = request.message
         if token in message.stop_token_ids and message.max_tokens:
             reason = None if token in message.eos_token_ids else token
             return self._finish(request, RequestStatus.FINISHED_STOPPED, (token,), reason)
-        if len(request.token_ids) >= request.max_length:
+        length = len(request.token_ids)
+        if length >= request.max_length:
             shown = (token,) if message.max_tokens else ()  # of a prompt alone nothing but the end is told
             return self._finish(request, RequestStatus.FINISHED_LENGTH, shown)
-        return _delta(request, (token,))
+        # As `_delta` gives it: hundreds are made per step.
+        return TokenDelta(request.request_id, (token,), None, None, request.num_cached, request.num_preemptions,
+                          request.scheduled_time if length == request.num_prompt_tokens + 1 else None)
 
     def _finish(
         self,

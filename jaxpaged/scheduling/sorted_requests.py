@@ -25,6 +25,10 @@ class SortedRequests:
     def __getitem__(self, index: int) -> Request:
         return self._entries[index][1]
 
+    def all(self) -> list[Request]:
+        """A list of them, which stays as it is when requests come and go."""
+        return [request for _, request in self._entries]
+
     def first(self, count: int) -> list[Request]:
         return [request for _, request in self._entries[:count]]
 

@@ -20,9 +20,14 @@ class StepPlan:
     """
 
     def __init__(self, budget: int) -> None:
+        self._budget = budget
         self.left = budget
         self.counts: dict[Request, int] = {}
         self._fixed: set[Request] = set()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._budget - self.left
 
     def add(self, request: Request, count: int) -> None:
         """Plan `count` more tokens of a request."""
