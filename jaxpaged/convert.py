@@ -50,6 +50,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     from jaxpaged.execution.devices import select_device
     from jaxpaged.execution.sharding import Partition
     from jaxpaged.loading.checkpoint import open_model
+    from jaxpaged.loading.host_memory import return_free_memory
     from jaxpaged.loading.hub import resolve_model
     from jaxpaged.loading.orbax import OrbaxCheckpoint, save
     from jaxpaged.loading.weights import load_params
@@ -68,6 +69,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     params = load_params(
         definition.stored, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
         tied=config.tie_embeddings, dtype=dtype, keep_in_place=True, progress=True)
+    return_free_memory()
     out.mkdir(parents=True, exist_ok=True)
     with _bar(out, definition.weight_bytes):
         save(out, params)

@@ -4,13 +4,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from jaxpaged.config import DEFAULT_MEMORY_SHARE, EngineConfig
@@ -26,7 +25,7 @@ from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint
-from jaxpaged.loading.weights import KeyPath, load_params
+from jaxpaged.loading.weights import load_params
 from jaxpaged.messages import EngineInfo
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily, find_family
@@ -228,19 +227,13 @@ def _load(
     programs: ProgramSet, progress: bool,
 ) -> Params:
     config, placement = definition.config, programs.placement
-    on_one_cpu = placement.mesh is None and placement.devices[0].platform == "cpu"
+    on_cpu = placement.devices[0].platform == "cpu"
     if isinstance(checkpoint, OrbaxCheckpoint):
-        return checkpoint.load(definition.stored, programs.params, keep_in_place=on_one_cpu, progress=progress)
-
-    def place(path: KeyPath, array: np.ndarray) -> jax.Array:
-        shape = reduce(lambda tree, key: tree[key], path, programs.params)
-        return placement.put(array, shape)
-
+        return checkpoint.load(definition.stored, programs.params, keep_in_place=on_cpu and placement.mesh is None,
+                               progress=progress)
     return load_params(
         definition.stored, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
-        tied=config.tie_embeddings, dtype=dtype, place=place,
-        keep_in_place=on_one_cpu, progress=progress,
-    )
+        tied=config.tie_embeddings, dtype=dtype, wanted=programs.params, keep_in_place=on_cpu, progress=progress)
 
 
 def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs: ProgramSet, *, lazily: bool) -> Params:

@@ -73,6 +73,26 @@ def test_every_type_equals_the_packages_whole_tensor(kind: Kind, tmp_path: Path)
         assert np.abs(found - values).max() < 0.4
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_parts_of_tensors(kind: Kind, tmp_path: Path) -> None:
+    """Also columns that begin or end within a block."""
+    rng = np.random.default_rng(kind.value)
+    values = rng.standard_normal((300, 1024), np.float32)
+    file = GgufFile(write_tensors(tmp_path / "a.gguf", {
+        "matrix": (stored_bytes(values, kind, rng), kind), "row": (stored_bytes(values[:1], kind, rng)[0], kind)}))
+    whole = {name: np.empty(file.tensors[name].shape, np.float32) for name in file.tensors}
+    for name, out in whole.items():
+        file.read(name, out)
+    for rows, columns in ((slice(0, 300), slice(256, 768)), (slice(17, 290), slice(0, 1024)),
+                          (slice(299, 300), slice(100, 357)), (slice(5, 5), slice(0, 1024)),
+                          (slice(3, 260), slice(1, 1023)), (slice(0, 300), slice(512, 512))):
+        for name, part in (("matrix", (rows, columns)), ("row", (columns,))):
+            expected = whole[name][part]
+            found = np.full(expected.T.shape, 7, np.float32)
+            file.read(name, found.T, part)
+            np.testing.assert_array_equal(found.T, expected)
+
+
 def test_reads_into_any_layout_and_float_dtype(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((48, 64), np.float32)
@@ -301,8 +321,11 @@ def test_biases_are_translated_and_put_back_in_order(tmp_path: Path) -> None:
               for name, tensor in weights.items() if "self_attn" in name}
     checkpoint = open_checkpoint(write_gguf(tmp_path / "a.gguf", CONFIG, weights | biases))
     assert checkpoint.config["attention_bias"] is True
-    for name, bias in biases.items():
-        np.testing.assert_array_equal(checkpoint.read(name), bias)
+    for name, tensor in (weights | biases).items():
+        np.testing.assert_array_equal(checkpoint.read(name), tensor)
+        for first, last in ((0, 16), (16, 32), (3, 17), (0, 0)):  # one of the heads, or no whole number of them
+            part = (slice(first, last), *(slice(0, size) for size in tensor.shape[1:]))
+            np.testing.assert_array_equal(checkpoint.read(name, part=part), tensor[part])
 
 
 @pytest.mark.parametrize(("factor", "theta", "head_dim"), [(8.0, 500000.0, 128), (32.0, 500000.0, 64)])

@@ -93,6 +93,40 @@ def test_pieces_mixed_dtypes_and_empty_tensors(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "config.json")
 
 
+def test_parts_of_tensors(tmp_path: Path) -> None:
+    """Rows, columns and both, of matrices that are read in several pieces."""
+    rng = np.random.default_rng(1)
+    weights = {"matrix": rng.standard_normal((700, 3001), np.float32),
+               "half": rng.standard_normal((1500, 1001), np.float32).astype(ml_dtypes.bfloat16),
+               "cube": rng.standard_normal((6, 5, 4), np.float32), "row": rng.standard_normal(9, np.float32)}
+    checkpoint = open_checkpoint(write_directory(tmp_path, random_weights(CONFIG) | weights))
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(list(weights)))
+        part = tuple(slice(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
+                     for size in weights[name].shape)
+        expected = weights[name][part]
+        np.testing.assert_array_equal(checkpoint.read(name, part=part), expected)
+        turned = np.zeros(expected.T.shape, np.float32)
+        checkpoint.read(name, turned.T, part)
+        np.testing.assert_array_equal(turned.T, expected.astype(np.float32))
+
+    check()
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_directory(tmp_path, random_weights(CONFIG)))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:3000])
+    name = max(random_weights(CONFIG))
+    size = checkpoint.shape(name)
+    for part in (None, (slice(0, size[0]), *(slice(0, count // 2) for count in size[1:]))):
+        with pytest.raises(CheckpointError, match="truncated while it was read"):
+            checkpoint.read(name, part=part)
+
+
 def test_reading_holds_a_piece_not_a_tensor(tmp_path: Path) -> None:
     weights = random_weights(CONFIG) | {"large": np.ones((4096, 4096), np.float32)}
     checkpoint = open_checkpoint(write_directory(tmp_path, weights))

@@ -4,6 +4,9 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +17,23 @@ import pytest
 from flax import nnx
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxpaged.loading.weights import KeyPath, load_params
+from jaxpaged.loading.checkpoint import Checkpoint, Part, open_checkpoint
+from jaxpaged.loading.host_memory import ByteBudget
+from jaxpaged.loading.weights import load_params
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.weight_rules import WeightRule, as_is, transposed
 from tests.tiny_gguf import CONFIG, random_weights, write_gguf
 
 
 class InMemory:
-    """A checkpoint of arrays at hand, which counts what is read."""
+    """A checkpoint of arrays at hand, which notes what is read."""
 
     def __init__(self, tensors: dict[str, np.ndarray]) -> None:
         self.path = Path("in-memory")
         self.config: dict[str, Any] = {}
         self.generation_config: dict[str, Any] = {}
         self.tensors = tensors
-        self.reads: list[str] = []
+        self.reads: list[tuple[str, Part | None]] = []
 
     def names(self) -> set[str]:
         return set(self.tensors)
@@ -39,11 +43,14 @@ class InMemory:
             raise CheckpointError(f"{name} is stored as I8")
         return self.tensors[name].shape
 
-    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        self.reads.append(name)
+    def read(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
+        self.reads.append((name, part))
+        index: tuple[Any, ...] = (*(part or ()), ...)
+        found = self.tensors[name][index]
         if out is None:
-            return self.tensors[name].copy()
-        out[...] = self.tensors[name]
+            return found.copy()
+        assert out.shape == found.shape
+        out[...] = found
         return out
 
 
@@ -57,7 +64,7 @@ def load(checkpoint: Checkpoint, dtype: Any = jnp.float32) -> dict[Any, Any]:
     config = family.config_from_hf(checkpoint.config)
     model = nnx.eval_shape(lambda: family.build(config, dtype))
     return load_params(nnx.to_pure_dict(nnx.state(model)), family.weights, checkpoint, num_layers=config.num_layers,
-                       ignored=family.ignored, tied=config.tie_embeddings, dtype=dtype)
+                       ignored=family.ignored, tied=config.tie_embeddings, dtype=dtype, keep_in_place=True)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -92,7 +99,8 @@ def plus_one(tensor: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_any_transform_gives_contiguous_aligned_arrays(dtype: Any) -> None:
+def test_any_transform_gives_arrays_that_stay_in_place(dtype: Any) -> None:
+    """Contiguous and aligned, so that the CPU backend takes them as they are, one behind the other."""
     rng = np.random.default_rng(0)
     tensors = {name: rng.standard_normal(dims, np.float32) for name, dims in {
         "as_is": (5, 7), "transposed": (6, 11), "heads": (8, 5), "plus": (13,), "scalar": (), "cube": (3, 4, 5),
@@ -103,18 +111,13 @@ def test_any_transform_gives_contiguous_aligned_arrays(dtype: Any) -> None:
              WeightRule("none", "none", transposed)]
     shapes = {"a": shape(5, 7), "b": {"c": shape(11, 6), "heads": shape(5, 2, 4)}, "plus": shape(13),
               "scalar": shape(), "cube": shape(5, 4, 3), "none": shape(4, 0)}
-    placed = []
-
-    def place(path: KeyPath, array: np.ndarray) -> jax.Array:
-        placed.append(array)
-        return jnp.array(array)
-
     checkpoint = InMemory(tensors)
-    params = load_params(shapes, rules, checkpoint, num_layers=1, dtype=dtype, place=place)
-    assert len(placed) == 7 and sorted(checkpoint.reads) == sorted(tensors)
-    for array in placed:
-        assert array.flags.c_contiguous and array.dtype == dtype
-        assert array.ctypes.data % 64 == 0 or not array.size
+    params = load_params(shapes, rules, checkpoint, num_layers=1, dtype=dtype, keep_in_place=True)
+    assert sorted(name for name, _ in checkpoint.reads) == sorted(tensors)
+    leaves = [leaf for leaf in jax.tree.leaves(params) if leaf.size]
+    first = [leaf.unsafe_buffer_pointer() for leaf in leaves]
+    assert all(leaf.dtype == dtype for leaf in leaves) and not any(address % 64 for address in first)
+    assert max(first) - min(first) < sum(leaf.nbytes + 64 for leaf in leaves)
     np.testing.assert_array_equal(params["a"], tensors["as_is"].astype(dtype))
     np.testing.assert_array_equal(params["b"]["c"], tensors["transposed"].T.astype(dtype))
     heads = params["b"]["heads"]
@@ -183,13 +186,81 @@ def test_biases_that_the_config_does_not_mention_are_an_error(tmp_path: Path) ->
 
 def test_an_error_while_reading_comes_through() -> None:
     class Truncated(InMemory):
-        def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        def read(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
             raise CheckpointError("was truncated while it was read")
 
     tensors = {f"w{number}": np.zeros((4, 4), np.float32) for number in range(50)}
     rules = [WeightRule(name, name, transposed) for name in tensors]
     with pytest.raises(CheckpointError, match="truncated while"):
         load_params(dict.fromkeys(tensors, shape(4, 4)), rules, Truncated(tensors), num_layers=1)
+
+
+# Runs in a process with six devices.
+_SHARED = """
+    import jax, numpy as np
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 6)
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from jaxpaged.loading.weights import load_params
+    from jaxpaged.models.weight_rules import WeightRule, as_is, transposed
+    from tests.test_weights import InMemory, plus_one
+
+    mesh = Mesh(np.array(jax.devices()).reshape(3, 2), ("kv", "share"))
+    rng = np.random.default_rng(0)
+    table = {  # parameter: stored shape, transform, what the mesh cuts, shape on the devices
+        "rows": ((12, 5), as_is, P(("kv", "share")), (12, 5)), "padded": ((13, 5), as_is, P(("kv", "share")), (18, 5)),
+        "columns": ((5, 12), transposed, P(("kv", "share")), (12, 5)), "whole": ((7,), as_is, P(), (7,)),
+        "some": ((9, 4), transposed, P(None, "kv"), (4, 9)), "more": ((6, 3), plus_one, P("kv"), (6, 3)),
+        "short": ((2, 3), as_is, P(("kv", "share")), (6, 3))}
+    tensors = {name: rng.standard_normal(row[0], np.float32) for name, row in table.items()}
+    rules = [WeightRule(name, name, row[1]) for name, row in table.items()]
+    shapes = {name: jax.ShapeDtypeStruct(row[1](tensors[name]).shape, np.float32) for name, row in table.items()}
+    wanted = {name: jax.ShapeDtypeStruct(row[3], np.float32, sharding=NamedSharding(mesh, row[2]))
+              for name, row in table.items()}
+    for in_place in (False, True):
+        checkpoint = InMemory(tensors)
+        params = load_params(shapes, rules, checkpoint, num_layers=1, wanted=wanted, keep_in_place=in_place)
+        read = {name: np.zeros(row[0], int) for name, row in table.items()}
+        for name, part in checkpoint.reads:
+            read[name][(*(part or ()), ...)] += 1
+        for name, (_, transform, spec, shape) in table.items():
+            expected = transform(tensors[name])
+            expected = np.pad(expected, [(0, large - small) for large, small in zip(shape, expected.shape)])
+            np.testing.assert_array_equal(params[name], expected)
+            assert params[name].sharding == wanted[name].sharding
+            for shard in params[name].addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[shard.index])
+            assert (read[name] == (3 if name == "more" else 1)).all(), (name, read[name])
+"""
+
+
+def test_each_device_reads_its_piece_alone() -> None:
+    """Rows, columns, padding, and pieces that two devices hold; every number is read once, whatever is cut."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(_SHARED)], capture_output=True, text=True,
+                          cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_budget_of_bytes_is_never_exceeded() -> None:
+    budget, held, most, lock = ByteBudget(100), 0, 0, threading.Lock()
+
+    def work(size: int) -> None:
+        nonlocal held, most
+        with budget.hold(size):
+            with lock:
+                held += size
+                most = max(most, held)
+            time.sleep(0.002)
+            with lock:
+                held -= size
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, [100, 60, 40, 30, 30, 30, 100, 1, 99, 50, 51, 10] * 3))
+    assert most == 100 and held == 0
+    with pytest.raises(KeyError), budget.hold(100):
+        raise KeyError
+    with budget.hold(100):
+        pass
 
 
 def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

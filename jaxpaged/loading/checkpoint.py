@@ -12,6 +12,9 @@ from jaxpaged.loading.hf_checkpoint import HfCheckpoint
 from jaxpaged.loading.json_files import read_json
 from jaxpaged.loading.orbax import OrbaxCheckpoint, is_orbax
 
+# A part of a tensor, from start to stop on each axis.
+Part = tuple[slice, ...]
+
 _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
 
 
@@ -28,8 +31,11 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, as stored; CheckpointError if its dtype is not supported."""
 
-    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """A tensor's values, written into `out` (same shape, any float dtype and strides) if given."""
+    def read(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
+        """A tensor's values, or those of a part, written into `out` (same shape, any float dtype and strides) if given.
+
+        No more than the part is read where the format allows it.
+        """
 
 
 def open_model(path: Path) -> Checkpoint | OrbaxCheckpoint:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.host_memory import forget_pages
 
 # GGML type number -> name, elements in a block, bytes of a block. Q5_0 and Q5_1 are in the list because quantisers put
 # them where a row is not a multiple of the 256 that Q4_K and Q5_K need.
@@ -76,11 +77,12 @@ class GgufFile:
         header = _Header(path, self._map)
         self.metadata, self.tensors = header.read()
 
-    def read(self, name: str, out: np.ndarray) -> None:
-        """Dequantise a tensor into `out`, a few rows at a time.
+    def read(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
+        """Dequantise a tensor, or a part of its first and last axes, into `out`, a few rows at a time.
 
         Args:
-            out: float array of any strides whose elements, in C order of its axes, are the tensor's in file order.
+            out: float array of any strides whose elements, in C order of its axes, are the part's in file order.
+            part: from start to stop on each axis; of a row, the blocks that it touches are dequantised.
         """
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -88,19 +90,34 @@ class GgufFile:
         tensor = self.tensors[name]
         _, block, size = _TENSOR_TYPES[tensor.type]
         kind = GGMLQuantizationType(tensor.type)
-        assert out.size == math.prod(tensor.shape), (name, out.shape, tensor.shape)
-        if out.ndim == 1:
+        part = part or tuple(slice(0, length) for length in tensor.shape)
+        assert out.size == math.prod(item.stop - item.start for item in part), (name, out.shape, part)
+        assert all((item.start, item.stop) == (0, length)
+                   for item, length in zip(part[1:-1], tensor.shape[1:-1], strict=True)), (name, part)
+        if not out.size:
+            return
+        if len(part) == 1:
             out = out[np.newaxis]
-        data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
-        row = math.prod(out.shape[1:])
-        step = max(1, _PIECE // row) if row % block == 0 else len(out)
+        columns = part[-1]
+        left, right = columns.start // block, -(-columns.stop // block)
+        wanted = slice(columns.start - left * block, columns.stop - left * block)
+        width = columns.stop - columns.start
+        row = tensor.shape[-1] // block * size
+        first = part[0].start * math.prod(tensor.shape[1:-1]) if len(part) > 1 else 0
+        data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset).reshape(-1, row)
+        data = data[first:, left * size : right * size]
+        # One index of `out` takes whole rows of the file.
+        rows = math.prod(out.shape[1:]) // width
+        step = max(1, _PIECE // (rows * width))
         # Damaged scales may be infinite: such weights are the sampler's to report, not a warning's.
         with np.errstate(all="ignore"):
             for start in range(0, len(out), step):
                 piece = out[start:start + step]
-                first, last = (rows * row // block * size for rows in (start, start + len(piece)))
+                stored = data[start * rows : (start + len(piece)) * rows]
                 # As one flat row: the package then makes one pass instead of one per 16 rows.
-                piece[...] = dequantize(data[first:last].reshape(1, -1), kind).reshape(piece.shape)
+                values = dequantize(stored.reshape(1, -1), kind).reshape(len(stored), -1)
+                piece[...] = values[:, wanted].reshape(piece.shape)
+                forget_pages(self._map, tensor.offset + (first + start * rows) * row, len(stored) * row)
 
 
 class _Header:

@@ -89,12 +89,23 @@ class GgufCheckpoint:
         """Shape of a tensor, [out, in] for linear layers."""
         return self._file.tensors[self._sources[name]].shape
 
-    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Dequantise a tensor into `out` (any float dtype and strides), or into a new float32 array."""
-        source = self._sources[name]
+    def read(
+        self, name: str, out: np.ndarray | None = None, part: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
+        """Dequantise a tensor, or a part, into `out` (any float dtype and strides), or into a new float32 array."""
+        source, shape = self._sources[name], self.shape(name)
+        part = part or tuple(slice(0, size) for size in shape)
         if out is None:
-            out = np.empty(self.shape(name), np.float32)
-        self._file.read(source, self._in_file_order(source, out))
+            out = np.empty([item.stop - item.start for item in part], np.float32)
+        heads = self._permuted_heads(source)
+        if heads is None:
+            self._file.read(source, out, part)
+            return out
+        rows = shape[0] // heads
+        if part[0].start % rows or part[0].stop % rows:  # the file has the rows of a head in another order
+            out[...] = self.read(name)[part]
+        else:
+            self._file.read(source, _in_file_order(out, rows), part)
         return out
 
     def _hf_name(self, name: str) -> str:
@@ -107,20 +118,16 @@ class GgufCheckpoint:
             return name
         return f"{mapped.replace('{i}', layer[1]) if layer else mapped}.{kind}"
 
-    def _in_file_order(self, name: str, out: np.ndarray) -> np.ndarray:
-        """A view of `out` that runs through it in the file's order.
-
-        Rotary pairs are (j, j + H/2) in Hugging Face's layout and neighbours in GGUF's.
-        """
+    def _permuted_heads(self, name: str) -> int | None:
+        """The number of heads of a tensor whose rows the converter has reordered; None for any other."""
         stem = _generic(name.rpartition(".")[0])
         if stem not in self._family.permuted:
-            return out
-        heads = self.config["num_attention_heads" if stem.endswith("_q") else "num_key_value_heads"]
-        if out.shape[0] % (2 * heads):
-            raise CheckpointError(f"{self.path}: {name} has {out.shape[0]} rows, not a whole number of {heads} heads")
-        view = out.reshape(heads, 2, -1, *out.shape[1:]).swapaxes(1, 2)
-        assert np.may_share_memory(view, out), (name, out.strides)
-        return view
+            return None
+        heads: int = self.config["num_attention_heads" if stem.endswith("_q") else "num_key_value_heads"]
+        rows = self._file.tensors[name].shape[0]
+        if rows % (2 * heads):
+            raise CheckpointError(f"{self.path}: {name} has {rows} rows, not a whole number of {heads} heads")
+        return heads
 
     def _make_config(self) -> dict[str, Any]:
         embedding = self._file.tensors.get("token_embd.weight")
@@ -217,6 +224,16 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self.path}: metadata {self._name}.{key} must be a positive number, "
                                   f"not {_brief(value)}")
         return float(value)
+
+
+def _in_file_order(out: np.ndarray, rows: int) -> np.ndarray:
+    """A view of whole heads, of so many rows each, that runs through them in the file's order.
+
+    Rotary pairs are (j, j + H/2) in Hugging Face's layout and neighbours in GGUF's.
+    """
+    view = out.reshape(-1, 2, rows // 2, *out.shape[1:]).swapaxes(1, 2)
+    assert np.may_share_memory(view, out) or not out.size, (out.shape, out.strides)
+    return view
 
 
 def _generic(stem: str) -> str:

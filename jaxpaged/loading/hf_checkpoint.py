@@ -53,12 +53,15 @@ class HfCheckpoint:
         file.dtype(stored)
         return file.shape(stored)
 
-    def read(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        """Read a tensor into `out` (any float dtype and strides), or into a new array of the stored dtype."""
+    def read(
+        self, name: str, out: np.ndarray | None = None, part: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
+        """Read a tensor, or a part, into `out` (any float dtype and strides), or a new array of the stored dtype."""
         file, stored = self._sources[name]
         if out is None:
-            out = np.empty(file.shape(stored), file.dtype(stored))
-        file.read(stored, out)
+            shape = file.shape(stored) if part is None else tuple(item.stop - item.start for item in part)
+            out = np.empty(shape, file.dtype(stored))
+        file.read(stored, out, part)
         return out
 
     def _settle_head(self) -> None:

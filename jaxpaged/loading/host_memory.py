@@ -9,10 +9,13 @@ import ctypes
 import mmap
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 _HUGE_PAGE = 2**21
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers for mallopt
 _ALIGNMENT = 64  # at this alignment the CPU backend uses host memory as it is, without a copy
 
 
@@ -44,6 +47,40 @@ def zeros(size: int) -> np.ndarray:
     return HostArena(size, 1).take(size)
 
 
+class ByteBudget:
+    """Bytes that threads hold together at most; who wants more than is left waits.
+
+    Args:
+        limit: no thread may want more than this.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Have `size` bytes inside of a with statement."""
+        assert size <= self._limit, f"{size} bytes of {self._limit}"
+        with self._changed:
+            self._changed.wait_for(lambda: self._held + size <= self._limit)
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
+
+
+def forget_pages(data: mmap.mmap, start: int, size: int) -> None:
+    """Let the system have the pages of a part of a mapped file back; they would count as this process's memory."""
+    advice = mmap_advice("MADV_DONTNEED")
+    if advice is not None and size:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        data.madvise(advice, first, start + size - first)
+
+
 def move_zeros_to_huge_pages(address: int, size: int) -> None:
     """Back memory that holds nothing but zeros by huge pages: given back to the system, it returns as zeros."""
     drop, huge = mmap_advice("MADV_DONTNEED"), mmap_advice("MADV_HUGEPAGE")
@@ -57,6 +94,25 @@ def return_free_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+@contextmanager
+def large_blocks_returned() -> Iterator[None]:
+    """Inside, the C library gives every block of 1 MiB or more back when it is freed.
+
+    It would keep some for each thread: five tensors' worth where Orbax reads on many. Afterwards it keeps what it would
+    after the first large block that is freed.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is None:
+        yield
+        return
+    set_option(_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, 2**25)
+        set_option(_TRIM_THRESHOLD, 2**26)
 
 
 def mmap_advice(name: str) -> int | None:

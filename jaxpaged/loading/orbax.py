@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.loading.host_memory import HostArena
+from jaxpaged.loading.host_memory import HostArena, large_blocks_returned
 from jaxpaged.loading.json_files import read_generation_config, read_json
 
 FOLDER = "params"  # inside the model's directory
@@ -60,8 +60,8 @@ class OrbaxCheckpoint:
         sizes = {path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for path, leaf in leaves.items()}
         arena = HostArena(sum(sizes.values()), len(sizes)) if keep_in_place else None
         params: dict[Any, Any] = {}
-        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="Loading weights",
-                  disable=not progress) as bar:
+        with large_blocks_returned(), tqdm(total=sum(sizes.values()), unit="B", unit_scale=True,
+                                           desc="Loading weights", disable=not progress) as bar:
             for batch in _batches(sizes):
                 found = self._restore({path: leaves[path] for path in batch}, on_host=arena is not None)
                 for path in batch:
@@ -71,6 +71,7 @@ class OrbaxCheckpoint:
                         memory[...] = array
                         array = jax.device_put(memory, leaves[path].sharding)
                     _insert(params, path, jax.block_until_ready(array))
+                    del array
                     bar.update(sizes[path])
         return params
 
@@ -130,7 +131,7 @@ def save(folder: Path, params: Mapping[Any, Any]) -> None:
     # What is copied at a time; left alone, Orbax copies everything first.
     handler = ocp.PyTreeCheckpointHandler(handler_impl=ocp.BasePyTreeCheckpointHandler(
         save_concurrent_bytes=largest + 1, use_compression=False))
-    with ocp.Checkpointer(handler) as writer:
+    with large_blocks_returned(), ocp.Checkpointer(handler) as writer:
         writer.save((folder / FOLDER).absolute(), args=ocp.args.PyTreeSave(dict(params), save_args=args))
 
 

@@ -1,11 +1,12 @@
 """Reading a safetensors file piece by piece.
 
-The safetensors package checks the header. The data is read by plain file reads, not through its memory map, whose pages
-would count as this process's memory beside the parameters made from them.
+The safetensors package checks the header. Whole rows are read by plain file reads; a part of each row comes through a
+memory map, whose pages are given back piece by piece: they would count as this process's memory.
 """
 
 import json
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.loading.host_memory import forget_pages
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # Elements read at a time.
@@ -72,19 +74,40 @@ class SafetensorsFile:
                                   f"supported are {', '.join(_DTYPES)}")
         return _DTYPES[stored]
 
-    def read(self, name: str, out: np.ndarray) -> None:
-        """Read a tensor into `out`: its shape, any float dtype, any strides."""
+    def read(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
+        """Read a tensor, or a part of it, into `out`: its shape, any float dtype, any strides."""
         tensor, dtype = self._tensors[name], self.dtype(name)
-        assert out.shape == tensor.shape, (name, out.shape, tensor.shape)
+        part = part or tuple(slice(0, size) for size in tensor.shape)
+        assert out.shape == tuple(item.stop - item.start for item in part), (name, out.shape, part)
         if not out.size:
             return
-        out = out if out.ndim else out[np.newaxis]
-        step = max(1, _PIECE // math.prod(out.shape[1:]))
         # Values too large for `out` become infinite: they are the sampler's to report, not a warning's.
-        with self.path.open("rb") as file, np.errstate(all="ignore"):
-            file.seek(tensor.offset)
+        with np.errstate(all="ignore"):
+            if out.shape[1:] == tensor.shape[1:]:
+                self._read_rows(tensor, dtype, part[0].start if part else 0, out if out.ndim else out[np.newaxis])
+            else:
+                self._read_columns(tensor, dtype, part, out)
+
+    def _read_rows(self, tensor: _Tensor, dtype: np.dtype, first: int, out: np.ndarray) -> None:
+        row = math.prod(tensor.shape[1:])
+        step = max(1, _PIECE // row)
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset + first * row * dtype.itemsize)
             for start in range(0, len(out), step):
                 piece = np.empty(out[start:start + step].shape, dtype)
                 if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
                     raise CheckpointError(f"{self.path} was truncated while it was read")
                 out[start:start + step] = piece
+
+    def _read_columns(self, tensor: _Tensor, dtype: np.dtype, part: tuple[slice, ...], out: np.ndarray) -> None:
+        row = math.prod(tensor.shape[1:])
+        step = max(1, _PIECE // row)
+        with self.path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if tensor.offset + math.prod(tensor.shape) * dtype.itemsize > len(data):
+            raise CheckpointError(f"{self.path} was truncated while it was read")
+        stored = np.frombuffer(data, dtype, math.prod(tensor.shape), tensor.offset).reshape(tensor.shape)
+        for start in range(0, len(out), step):
+            piece, first = out[start:start + step], part[0].start + start
+            piece[...] = stored[(slice(first, first + len(piece)), *part[1:])]
+            forget_pages(data, tensor.offset + first * row * dtype.itemsize, len(piece) * row * dtype.itemsize)

@@ -1,38 +1,50 @@
 """From a checkpoint's tensors to the arrays of a model's parameters."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.loading.checkpoint import Checkpoint
-from jaxpaged.loading.host_memory import HostArena, zeros
+from jaxpaged.loading.checkpoint import Checkpoint, Part
+from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.models.weight_rules import Transform, WeightRule
 
 KeyPath = tuple[str | int, ...]
-Place = Callable[[KeyPath, np.ndarray], jax.Array]
 
-# Dequantising releases the interpreter lock; more threads than this gain little and each holds a tensor.
+# Dequantising releases the interpreter lock; more threads than this gain little.
 _THREADS = 2
 _MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One parameter, the tensor it comes from, and how one becomes the other."""
+    """One parameter, the tensor it comes from, how one becomes the other, and where it goes.
+
+    Attributes:
+        shape: as the checkpoint has it, after the transform.
+        axes: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
+        wanted_shape: on the devices.
+        pieces: what each device holds; several may hold the same.
+    """
 
     path: KeyPath
     tensor: str
     shape: tuple[int, ...]
     transform: Transform
+    axes: tuple[int, ...] | None
+    wanted_shape: tuple[int, ...]
+    sharding: Sharding
+    pieces: tuple[tuple[Part, tuple[jax.Device, ...]], ...]
 
 
 def load_params(
@@ -44,11 +56,11 @@ def load_params(
     ignored: Sequence[str] = (),
     tied: bool = False,
     dtype: DTypeLike = np.float32,
-    place: Place | None = None,
+    wanted: Mapping[Any, Any] | None = None,
     keep_in_place: bool = False,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """Load all parameters; the host holds no more than two tensors besides them.
+    """Load all parameters. Each device reads its piece alone; the host holds no more than the largest tensor besides.
 
     Args:
         shapes: nested dict of the parameters, leaves with a `shape`, as `nnx.to_pure_dict` gives it.
@@ -58,10 +70,10 @@ def load_params(
         ignored: fnmatch patterns of tensors that need no parameter.
         tied: the output head is the embedding, so that a head in the checkpoint needs no parameter.
         dtype: of the parameters.
-        place: puts a parameter's finished host array on its devices; by default on the default device. The array is
-            C-contiguous and 64-byte aligned, and nobody writes to it afterwards.
-        keep_in_place: `place` keeps using the host array itself, as on the CPU backend: all are cut from one piece of
-            memory, in huge pages.
+        wanted: shape and sharding of each parameter on its devices, in the tree of `shapes`; zeros fill up what is
+            larger than stored. Left out, all lie on the default device.
+        keep_in_place: the devices are CPUs and use the host's memory itself: all arrays are cut from one piece of it,
+            in huge pages.
         progress: show a bar.
 
     Returns:
@@ -72,18 +84,20 @@ def load_params(
             without a tensor, tensor without a parameter and wrong shape; no weight has been read then.
     """
     target = np.dtype(dtype)
-    tasks = _plan(shapes, rules, checkpoint, num_layers, [*ignored, *(["lm_head.weight"] if tied else [])])
+    tasks = _plan(shapes, shapes if wanted is None else wanted, rules, checkpoint, num_layers,
+                  [*ignored, *(["lm_head.weight"] if tied else [])])
     # The largest first, so that the threads finish together.
     tasks.sort(key=lambda task: -math.prod(task.shape))
-    place = place or (lambda path, array: jax.device_put(array))
     params: dict[Any, Any] = {}
+    sizes = [_size(part) * target.itemsize for task in tasks for part, _ in task.pieces]
+    loader = _Loader(checkpoint, target, HostArena(sum(sizes), len(sizes)) if keep_in_place else None,
+                     ByteBudget(max((math.prod(task.shape) for task in tasks), default=0) * target.itemsize))
     total = sum(math.prod(task.shape) for task in tasks) * target.itemsize
-    take = HostArena(total, len(tasks)).take if keep_in_place else zeros
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_THREADS, thread_name_prefix="load-weights") as pool,
     ):
-        futures = {pool.submit(_load, checkpoint, task, target, place, take): task for task in tasks}
+        futures = {pool.submit(loader.load, task): task for task in tasks}
         try:
             for future in as_completed(futures):
                 task = futures[future]
@@ -96,15 +110,16 @@ def load_params(
 
 
 def _plan(
-    shapes: Mapping[Any, Any], rules: Sequence[WeightRule], checkpoint: Checkpoint, num_layers: int,
-    ignored: Sequence[str],
+    shapes: Mapping[Any, Any], wanted: Mapping[Any, Any], rules: Sequence[WeightRule], checkpoint: Checkpoint,
+    num_layers: int, ignored: Sequence[str],
 ) -> list[_Task]:
     """Match parameters with tensors, or raise with everything that does not match."""
     sources: dict[str, tuple[str, Transform]] = {}
     for rule in rules:
         for layer in range(num_layers) if "{i}" in rule.path else (0,):
             sources[_numbered(rule.path, layer)] = _numbered(rule.tensor, layer), rule.transform
-    names = checkpoint.names()
+    names, targets = checkpoint.names(), dict(_leaves(wanted))
+    default = SingleDeviceSharding(jax.local_devices()[0])
     tasks, problems, used = [], [], set()
     for path, leaf in _leaves(shapes):
         dotted = ".".join(map(str, path))
@@ -125,7 +140,10 @@ def _plan(
         if found != tuple(leaf.shape):
             problems.append(f"tensor {tensor} has shape {list(stored)}, which does not fit parameter {dotted} "
                             f"{list(leaf.shape)}")
-        tasks.append(_Task(path, tensor, tuple(leaf.shape), transform))
+        target = tuple(targets[path].shape)
+        sharding = getattr(targets[path], "sharding", None) or default
+        tasks.append(_Task(path, tensor, tuple(leaf.shape), transform, _order_of_axes(transform, len(stored)), target,
+                           sharding, _pieces(target, sharding)))
     problems += [f"tensor {name} is not used by the model" for name in sorted(names - used)
                  if not any(fnmatchcase(name, pattern) for pattern in ignored)]
     if problems:
@@ -135,25 +153,72 @@ def _plan(
     return tasks
 
 
-def _load(
-    checkpoint: Checkpoint, task: _Task, dtype: np.dtype, place: Place, take: Callable[[int], np.ndarray]
-) -> jax.Array:
-    stored = checkpoint.shape(task.tensor)
-    memory = take(math.prod(task.shape) * dtype.itemsize).view(dtype)
-    # If the transform only relabels axes, the tensor is read straight into the parameter's memory: one of these two
-    # orders makes it contiguous once relabelled.
-    orders: tuple[Literal["C", "F"], ...] = ("C", "F")
-    for order in orders:
-        buffer = memory.reshape(stored, order=order)
-        param = task.transform(buffer)
-        if param.flags.c_contiguous and np.may_share_memory(param, buffer):
-            checkpoint.read(task.tensor, buffer)
-            break
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """Brings parameters onto their devices; `load` may be called from several threads.
+
+    Attributes:
+        arena: memory that stays the parameters' own; else each piece has its own until it is copied, by `budget`.
+    """
+
+    checkpoint: Checkpoint
+    dtype: np.dtype
+    arena: HostArena | None
+    budget: ByteBudget
+
+    def load(self, task: _Task) -> jax.Array:
+        """One parameter."""
+        arrays: list[jax.Array] = []
+        for part, devices in task.pieces:
+            size = _size(part) * self.dtype.itemsize
+            with nullcontext() if self.arena else self.budget.hold(size):
+                memory = self.arena.take(size) if self.arena else zeros(size)
+                host = memory.view(self.dtype).reshape([item.stop - item.start for item in part])
+                _read(self.checkpoint, task, part, host)
+                # Waiting bounds the host arrays that copies are still reading.
+                arrays += jax.block_until_ready([jax.device_put(host, device) for device in devices])
+                del memory, host
+        return jax.make_array_from_single_device_arrays(task.wanted_shape, task.sharding, arrays)
+
+
+def _read(checkpoint: Checkpoint, task: _Task, part: Part, out: np.ndarray) -> None:
+    """Read a part of a parameter into zeros; they stay where it reaches beyond what is stored."""
+    there = tuple(slice(min(item.start, size), min(item.stop, size))
+                  for item, size in zip(part, task.shape, strict=True))
+    inside: tuple[Any, ...] = (*(slice(item.stop - item.start) for item in there), ...)  # a view, of scalars too
+    out = out[inside]
+    if task.axes is None:
+        out[...] = task.transform(checkpoint.read(task.tensor))[there]
     else:
-        param = memory.reshape(task.shape)
-        param[...] = task.transform(checkpoint.read(task.tensor))
-    # Waiting bounds the host arrays that copies are still reading.
-    return jax.block_until_ready(place(task.path, param))
+        back = sorted(range(len(task.axes)), key=task.axes.__getitem__)
+        checkpoint.read(task.tensor, out.transpose(back), tuple(there[axis] for axis in back))
+
+
+def _pieces(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[Part, tuple[jax.Device, ...]], ...]:
+    """What the devices of this process hold of an array, each different part once."""
+    found: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None, sharding
+        bounds = tuple(item.indices(size)[:2] for item, size in zip(index, shape, strict=True))
+        found.setdefault(bounds, []).append(device)
+    return tuple((tuple(slice(*item) for item in bounds), tuple(devices)) for bounds, devices in found.items())
+
+
+def _size(part: Part) -> int:
+    return math.prod(item.stop - item.start for item in part)
+
+
+def _order_of_axes(transform: Transform, ndim: int) -> tuple[int, ...] | None:
+    """The order that a transform puts the axes of a tensor into; None if it does more than that."""
+    probe = np.empty(range(2, 2 + ndim), np.uint8)
+    try:
+        found = transform(probe)
+    except ValueError:  # it is made for certain sizes
+        return None
+    axes = tuple(size - 2 for size in found.shape)
+    if sorted(axes) != list(range(ndim)) or found.ctypes.data != probe.ctypes.data:
+        return None
+    return axes if found.strides == probe.transpose(axes).strides else None
 
 
 def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...] | None:
