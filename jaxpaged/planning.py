@@ -4,6 +4,7 @@ The same function serves the engine at its start, `python -m jaxpaged.plan` and 
 neither weights nor the device.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,7 @@ Report = Callable[[str], None]
 # Temporaries are reused from layer to layer: a model of so many layers takes as much as the whole one.
 TRIAL_LAYERS = 2
 TRIAL_BLOCKS = 64
+MOST_USABLE_SHARE = 0.97  # of a GPU's memory: its driver keeps some
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +109,13 @@ def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition
     return ModelDefinition(held, graph, shapes, axes_tree(shapes, family.weights), stored, config.vocab_size)
 
 
-def temporaries_by_bound(plan: EnginePlan, model: ModelConfig) -> int:
-    """Bytes that the largest step takes for itself on each device at most, where no compiler tells."""
-    tokens = plan.max_num_batched_tokens
+def temporaries_by_bound(plan: EnginePlan, model: ModelConfig, tokens: int | None = None) -> int:
+    """Bytes that the largest step takes for itself on each device at most, where no compiler tells.
+
+    Args:
+        tokens: of another largest step.
+    """
+    tokens = tokens or plan.max_num_batched_tokens
     return temporary_bound(model, num_devices=plan.partition.size, tokens=tokens,
                            samples=plan.shape.samples_of(tokens), itemsize=plan.dtype.itemsize)
 
@@ -191,26 +197,38 @@ def lengths_of_interest(max_model_len: int) -> tuple[int, ...]:
 def _remedies(
     plan: EnginePlan, config: EngineConfig, model: ModelConfig, whole: ModelDefinition, on_cpu: bool
 ) -> list[str]:
-    """Flags that would make room, those that help most first."""
-    memory, size = plan.memory, plan.partition.size
+    """Flags of which each would make room by itself."""
+    memory, size, least = plan.memory, plan.partition.size, 2 * plan.memory.block_bytes
+    fixed = memory.temporary_bytes + memory.reserve_bytes + least
+
+    def fits(weight_bytes: int) -> bool:
+        return weight_bytes + fixed <= memory.allowed_bytes
+
+    room = memory.allowed_bytes - memory.weight_bytes - memory.temporary_bytes - memory.reserve_bytes
+    if room >= least and config.num_gpu_blocks_override is not None:
+        return [f"--num-gpu-blocks-override {room // memory.block_bytes} or less"]
+    if room >= least and config.kv_cache_memory_bytes is not None:
+        return [f"--kv-cache-memory-bytes {room} or less" if memory.num_blocks > 1 else
+                f"--kv-cache-memory-bytes {least} or more"]
     found = []
-    if config.num_gpu_blocks_override is not None:
-        found.append("--num-gpu-blocks-override lower, or left out")
-    elif config.kv_cache_memory_bytes is not None:
-        found.append(f"--kv-cache-memory-bytes of at least {2 * memory.block_bytes} that fits, or left out")
-    room = memory.allowed_bytes - memory.temporary_bytes - memory.reserve_bytes - 2 * memory.block_bytes
     # On CPU all devices share one memory.
-    larger = [count for count in possible_sizes(model) if count > size and not on_cpu
-              and shard_bytes(whole.shapes, whole.axes, partition_of(model, count)) <= room]
-    if memory.weight_bytes > room and larger:
-        found.append(f"--tensor-parallel-size {larger[0]}, whose devices hold "
-                     f"{_gib(shard_bytes(whole.shapes, whole.axes, partition_of(model, larger[0])))} of weights each")
-    if memory.weight_bytes > room and plan.dtype.itemsize == 4:
+    for count in possible_sizes(model) if not on_cpu else ():
+        share = shard_bytes(whole.shapes, whole.axes, partition_of(model, count))
+        if count > size and fits(share):
+            found.append(f"--tensor-parallel-size {count}, whose devices hold {_gib(share)} of weights each")
+            break
+    if plan.dtype.itemsize == 4 and fits(memory.weight_bytes // 2):
         found.append(f"--dtype bfloat16, which halves the weights to {_gib(memory.weight_bytes // 2)}")
-    if memory.allowed_bytes < memory.memory_bytes:
-        found.append(f"--gpu-memory-utilization above {memory.allowed_bytes / memory.memory_bytes:.2g}")
-    if memory.temporary_bytes > memory.allowed_bytes // 20:
-        found.append(f"--max-num-batched-tokens below {plan.max_num_batched_tokens}")
+    share_needed = math.ceil((memory.weight_bytes + fixed) / memory.memory_bytes * 100) / 100
+    if memory.allowed_bytes / memory.memory_bytes < share_needed <= MOST_USABLE_SHARE:
+        found.append(f"--gpu-memory-utilization {share_needed:.2f} or more")
+    left = memory.allowed_bytes - memory.weight_bytes - memory.reserve_bytes - least
+    if 0 < left < memory.temporary_bytes:
+        tokens = plan.max_num_batched_tokens * left // memory.temporary_bytes
+        while tokens and temporaries_by_bound(plan, model, tokens) > left:
+            tokens //= 2
+        if tokens:
+            found.append(f"--max-num-batched-tokens {tokens} or less")
     return found or ["a device with more memory, or a smaller model"]
 
 

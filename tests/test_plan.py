@@ -120,11 +120,43 @@ def test_what_does_not_fit_is_refused_with_flags_that_help(tmp_path: Path, capsy
         assert size == {"h200": 2, "a100-40g": 8}[device]
         plan(capsys, file, "--device", device, "-tp", str(size), "--no-compile")
     assert main([file, "--device", "h200", "-tp", "8", "--num-gpu-blocks-override", "10000000", "--no-compile"]) == 1
-    assert "--num-gpu-blocks-override lower" in capsys.readouterr().err
+    assert "--num-gpu-blocks-override 199165 or less" in capsys.readouterr().err
     assert main([file, "--device", "h200", "-tp", "3", "--no-compile"]) == 1
     assert "use one of 1, 2, 4, 8, 16, 32, 64" in capsys.readouterr().err
     assert main([file, "--device", "h300", "--no-compile"]) == 1
     assert "a100-40g, a100-80g, a10, l4, l40s, h100, h200, b200" in capsys.readouterr().err
+
+
+_LLAMA_2, _LLAMA_3 = "Llama-2-13B", "Llama-3.1-70B"
+
+
+@pytest.mark.parametrize(("name", "flags", "helpful"), [
+    (_LLAMA_3, "--device h200", ("tensor-parallel-size",)),
+    (_LLAMA_3, "--device a100-80g -tp 2 --max-num-batched-tokens 16384",
+     ("tensor-parallel-size", "gpu-memory-utilization", "max-num-batched-tokens")),
+    (_LLAMA_2, "--device a10", ("tensor-parallel-size",)),
+    (_LLAMA_2, "--device a100-40g --gpu-memory-utilization 0.5", ("tensor-parallel-size", "gpu-memory-utilization")),
+    (_LLAMA_2, "--device a100-40g --dtype float32", ("tensor-parallel-size", "dtype")),
+    (_LLAMA_2, "--device a100-40g --max-num-batched-tokens 4000000", ("max-num-batched-tokens",)),
+    (_LLAMA_2, "--device l4 -tp 2 --kv-cache-memory-bytes 40000000000", ("kv-cache-memory-bytes",)),
+    (_LLAMA_2, "--device l4 -tp 2 --num-gpu-blocks-override 4000", ("num-gpu-blocks-override",)),
+    (_LLAMA_2, "--device l4 --num-gpu-blocks-override 2", ("tensor-parallel-size",)),
+    (_LLAMA_2, "--device h200 --kv-cache-memory-bytes 1000", ("kv-cache-memory-bytes",)),
+    (_LLAMA_3, "--device cpu --dtype bfloat16", ()),
+])
+def test_every_flag_that_a_refusal_names_helps(name: str, flags: str, helpful: tuple[str, ...], tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """By following each piece of advice alone."""
+    argv = [write(tmp_path, PUBLISHED[name].config), *flags.split(), "--no-compile"]
+    assert main(argv) == 1
+    advice = capsys.readouterr().err.split("What would help: ")[1].strip()
+    found = [item.split(",")[0].split(" or ")[0].split() for item in advice.split("; ")]
+    if not helpful:
+        assert advice == "a device with more memory, or a smaller model"
+        return
+    assert tuple(flag.removeprefix("--") for flag, _ in found) == helpful
+    for flag, value in found:
+        plan(capsys, *argv, flag, value)
 
 
 @given(st.integers(1, 10**4), st.sampled_from([16, 32, 64]), st.integers(1, 5000))

@@ -7,7 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
@@ -161,6 +164,51 @@ def test_sizes_that_heads_can_be_shared_out_to(heads: int, kv_heads: int, sizes:
     with pytest.raises(ConfigError, match=f"use one of {', '.join(map(str, sizes))}"):
         partition_of(config, 5)
     assert padded(config, Partition()) == config
+
+
+@given(group=st.integers(1, 8), kv_heads=st.integers(1, 12), size=st.integers(1, 40), mlp=st.integers(1, 400),
+       vocab=st.integers(1, 400))
+def test_every_size_is_shared_out_or_refused(group: int, kv_heads: int, size: int, mlp: int, vocab: int) -> None:
+    """By handing out heads one after another: each device needs as many, and holds the KV heads of its own."""
+    heads = group * kv_heads
+    config = ModelConfig("Some", 1, 64, heads, kv_heads, 16, mlp, vocab, 128)
+    needed = [{head // group for head in range(heads) if head * size // heads == device} for device in range(size)]
+    even = heads % size == 0 and len({len(kv) for kv in needed}) == 1 and sum(map(len, needed)) in (kv_heads, size)
+    if not even:
+        with pytest.raises(ConfigError, match="use one of 1"):
+            partition_of(config, size)
+        return
+    partition = partition_of(config, size)
+    assert partition.size == size == partition.shards("heads") == partition.shards("mlp") == partition.shards("vocab")
+    held = np.array_split(np.arange(kv_heads), partition.shards("kv_heads"))
+    assert needed == [set(held[device // partition.share]) for device in range(size)]
+    larger = padded(config, partition)
+    for count, whole in ((mlp, larger.mlp_dim), (vocab, larger.vocab_size)):
+        assert count <= whole < count + size and whole % size == 0
+
+
+@pytest.fixture(scope="module")
+def odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Models whose sizes divide by little, and what they give on six and on four devices."""
+    folder, found, cases = tmp_path_factory.mktemp("odd"), [], []
+    for size, heads, kv_heads in ((6, 6, 2), (4, 4, 1)):
+        config = CONFIG | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8,
+                           "intermediate_size": 91, "num_hidden_layers": 1}
+        found.append(config)
+        cases.append({"size": size, "requests": [(random_prompt(20, seed), {"temperature": 0}, 30) for seed in (1, 2)],
+                      "engine": {"model": str(write_model(folder / str(size), config)), "max_num_seqs": 2,
+                                 "max_num_batched_tokens": 2, "num_gpu_blocks_override": 9, "enforce_eager": True}})
+    return list(zip(found, run_cases(cases), strict=True))
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_sizes_that_do_not_divide(odd_sizes: list[tuple[dict[str, Any], dict[str, Any]]], case: int) -> None:
+    """Two KV heads on six devices, and one on four; 257 tokens and an MLP of 91."""
+    config, result = odd_sizes[case]
+    reference = Reference(config, random_weights(config))
+    for seed, ids in enumerate(result["ids"], 1):
+        assert reference.error(random_prompt(20, seed), ids, 30) is None
+    assert len(set(result["pools"])) == 1 and result["pools"][0] == 9 * 16 * 8 * 2 * 4
 
 
 def test_devices_that_are_not_there() -> None:
