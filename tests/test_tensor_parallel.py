@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -17,7 +19,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.execution.sharding import Partition, padded, partition_of, possible_sizes
 from jaxpaged.models.config import ModelConfig
 from tests.sameness import compare_ids
-from tests.sharded_process import run_cases
+from tests.sharded_process import ROOT, run_cases
 from tests.tiny_llama import CONFIG, Reference, random_prompt, random_weights, write_model
 
 # Neither the vocabulary (257) nor the MLP divides by 4; with 8 devices two hold each KV head.
@@ -97,6 +99,22 @@ def test_each_device_holds_its_piece(results: dict[int, dict[str, Any]], size: i
     layer = MODEL_DIM * (2 * 64 // size + 2 * heads * 8 + 3 * mlp)
     assert result["weights"][0] == 4 * (2 * vocab * MODEL_DIM + LAYERS * layer + norms)
     assert size != 2 or result["compilations"][0] == result["compilations"][1], "compiled after the start"
+
+
+def test_the_plan_tells_what_each_device_holds(results: dict[int, dict[str, Any]], tmp_path: Path,
+                                               size: int = 8) -> None:
+    """The command, against the arrays: with padding, and two devices to each KV head."""
+    write_model(tmp_path / "model", TINY)
+    flags = [item for name, value in ENGINE.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpaged.plan", str(tmp_path / "model" / "config.json"), "--device", "cpu", "-tp",
+         str(size), *flags, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    plan, result = json.loads(done.stdout), results[size]
+    assert {plan["weight_bytes"]} == set(result["weights"]) and {plan["pool_bytes"]} == set(result["pools"])
+    assert plan["num_devices"] == size and plan["num_blocks"] == 10
+    numbers = f"{plan['weight_bytes'] / 2**20:,.1f} MiB", f"{plan['kv_bytes_per_token']:,} bytes per token"
+    assert all(number in " ".join(result["plan"]) for number in numbers)
 
 
 @pytest.mark.parametrize("size", SIZES)
