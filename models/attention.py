@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import Linear, MeshAxes, apply_linear, rotary_angles, rotate
+from jaxpaged.models.layers import Linear, MeshAxes, RMSNorm, apply_linear, rotary_angles, rotate
 from jaxpaged.pallas_kernels import native_attention, paged_attention, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
 from jaxpaged.pallas_kernels.kv_pages import KVPages
@@ -131,6 +131,8 @@ class Attention(nnx.Module):
         self.v = Linear(config.model_dim, kv_heads * head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.o = Linear(heads * head_dim, config.model_dim, bias=config.attention_output_bias, dtype=dtype, rngs=rngs,
                         sum_over=axis)
+        self.q_norm = RMSNorm(head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if config.attention_sinks else None
         self.alibi_heads = heads if config.alibi else 0
         self.axis = axis
@@ -144,6 +146,9 @@ class Attention(nnx.Module):
         """x, residual [T, D] -> (residual + y [T, D], pools with this step's keys and values)."""
         tokens = x.shape[0]
         q, k, v = (y.reshape(tokens, -1, self.head_dim) for y in apply_linear(x, self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (norm(y.reshape(-1, self.head_dim)).reshape(y.shape) for norm, y in ((self.q_norm, q),
+                                                                                        (self.k_norm, k)))
         rule, bias, work = self.rule, self._head_bias(q.shape[1]), meta.work
         if isinstance(work, GpuAttention):
             q, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.place, pages, target=work.target)

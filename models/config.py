@@ -35,6 +35,7 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # each head's queries and keys are normed before they are rotated
     # Attention, see AttentionRule: scale of the products (None: H ** -0.5), the window of each layer (empty: no layer
     # has one), bound on scores, ALiBi instead of rotary positions, learned sinks.
     attention_scale: float | None = None

@@ -1,5 +1,6 @@
 """Read the fields that all families share from a checkpoint's config.json."""
 
+import math
 from typing import Any
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
@@ -9,6 +10,7 @@ _ROPE_NUMBERS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 
 
@@ -41,7 +43,7 @@ def common_config(hf: dict[str, Any], **changes: Any) -> ModelConfig:
         "head_dim": head_dim,
         "mlp_dim": _size(hf, "intermediate_size"),
         "vocab_size": _size(hf, "vocab_size"),
-        "max_model_len": _size(hf, "max_position_embeddings"),
+        "max_model_len": _context(hf),
         "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "rope": rope_config(hf),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
@@ -56,18 +58,76 @@ def common_config(hf: dict[str, Any], **changes: Any) -> ModelConfig:
 
 def rope_config(hf: dict[str, Any]) -> RopeConfig:
     """Rotary settings in their old form (rope_theta, rope_scaling) or the new one (rope_parameters)."""
-    table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    table = _rope_table(hf)
     theta = float(table.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind = str(table.get("rope_type") or table.get("type") or "default")
+    kind = _rope_kind(table)
     if kind not in _ROPE_NUMBERS:
         raise UnsupportedModelError(f"config.json: rotary scaling {kind!r} is not supported; "
                                     f"supported are {', '.join(_ROPE_NUMBERS)}")
     try:
+        if kind == "yarn":
+            table = _yarn_numbers(hf, table)
         scaling = tuple((name, float(table[name])) for name in _ROPE_NUMBERS[kind])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: rotary scaling {kind!r} needs the numbers "
                               f"{', '.join(_ROPE_NUMBERS[kind])}") from error
     return RopeConfig(theta, kind, scaling)
+
+
+def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
+    """The sliding window of each layer, as `ModelConfig.windows`.
+
+    Args:
+        first: the first layer that has one, where the config lists no layer_types.
+
+    Raises:
+        UnsupportedModelError: a layer of another type.
+    """
+    if hf.get("sliding_window") is None or _size(hf, "sliding_window") >= _context(hf):
+        return ()  # no token ever leaves it
+    layers = _size(hf, "num_hidden_layers")
+    types = hf.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention"
+                                      for layer in range(layers)]
+    windows = {"full_attention": None, "sliding_attention": _size(hf, "sliding_window")}
+    if not isinstance(types, list) or len(types) != layers or not all(item in windows for item in types):
+        raise UnsupportedModelError(f"config.json: layer_types must be a list of {layers}, each one of "
+                                    f"{', '.join(windows)}; others are not supported")
+    return tuple(windows[item] for item in types)
+
+
+def _rope_table(hf: dict[str, Any]) -> dict[str, Any]:
+    table: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    return table
+
+
+def _rope_kind(table: dict[str, Any]) -> str:
+    return str(table.get("rope_type") or table.get("type") or "default")
+
+
+def _yarn_numbers(hf: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """With what is left out filled in (Peng et al., 2023)."""
+    factor = float(table["factor"])
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    attention_factor = table.get("attention_factor")
+    if attention_factor is None:
+        part, whole = table.get("mscale"), table.get("mscale_all_dim")
+        attention_factor = magnitude(part) / magnitude(whole) if part and whole else magnitude(1)
+    return {"factor": factor, "attention_factor": attention_factor, "truncate": table.get("truncate", True),
+            "beta_fast": table.get("beta_fast") or 32, "beta_slow": table.get("beta_slow") or 1,
+            "original_max_position_embeddings": table.get("original_max_position_embeddings")
+            or hf["max_position_embeddings"]}
+
+
+def _context(hf: dict[str, Any]) -> int:
+    """The longest text; YaRN's is its factor times what the model was first made for, if that is longer."""
+    given, table = _size(hf, "max_position_embeddings"), _rope_table(hf)
+    if _rope_kind(table) != "yarn":
+        return given
+    scaling = dict(rope_config(hf).scaling)
+    return max(given, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
 
 
 def _size(hf: dict[str, Any], name: str, default: int | None = None) -> int:

@@ -5,6 +5,8 @@ Axis letters: T tokens, D model, N query heads, K kv heads, H head dim, F mlp, V
 Norms, rotary angles and logits are computed in float32 whatever the weights' dtype.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -137,8 +139,11 @@ def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple
         frequency = frequency / scaling["factor"]
     elif rope.kind == "llama3":
         frequency = _llama3_frequency(frequency, scaling)
+    elif rope.kind == "yarn":
+        frequency = _yarn_frequency(frequency, rope.theta, scaling)
     angle = position.astype(jnp.float32)[:, None] * frequency[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    magnitude = scaling.get("attention_factor", 1.0)
+    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
 
 
 def _llama3_frequency(frequency: jax.Array, scaling: dict[str, float]) -> jax.Array:
@@ -146,6 +151,23 @@ def _llama3_frequency(frequency: jax.Array, scaling: dict[str, float]) -> jax.Ar
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * jnp.pi)
     smooth = jnp.clip((turns - low) / (high - low), 0, 1)
     return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _yarn_frequency(frequency: jax.Array, theta: float, scaling: dict[str, float]) -> jax.Array:
+    """Slow frequencies divided by the factor, fast ones as they are, a ramp between (YaRN; Peng et al., 2023)."""
+    size = 2 * len(frequency)
+
+    def pair(turns: float) -> float:
+        """The pair that turns so often in the original context."""
+        context = scaling["original_max_position_embeddings"]
+        return size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(scaling["beta_fast"]), pair(scaling["beta_slow"])
+    if scaling["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    slow = jnp.clip((jnp.arange(len(frequency)) - low) / (high - low or 1e-3), 0, 1)
+    return slow * frequency / scaling["factor"] + (1 - slow) * frequency
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -2,22 +2,19 @@
 
 from typing import Any
 
-from jaxpaged.errors import UnsupportedModelError
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import common_config
+from jaxpaged.models.hf_config import common_config, layer_windows
 
 IGNORED = llama.IGNORED
 WEIGHTS = llama.WEIGHTS
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
-    """ModelConfig of a Qwen2 checkpoint.
+    """ModelConfig of a Qwen2 checkpoint."""
+    return common_config(hf, attention_bias=True, attention_output_bias=False, mlp_bias=False, windows=windows(hf))
 
-    Raises:
-        UnsupportedModelError: some layers see a sliding window only.
-    """
-    if hf.get("use_sliding_window"):
-        raise UnsupportedModelError("config.json: use_sliding_window is not supported; set it to false with "
-                                    "--hf-overrides to let every layer see the whole context")
-    return common_config(hf, attention_bias=True, attention_output_bias=False, mlp_bias=False)
+
+def windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
+    """The window of each layer: that of the layers from max_window_layers on, where it is switched on."""
+    return layer_windows(hf, hf.get("max_window_layers", 28)) if hf.get("use_sliding_window") else ()

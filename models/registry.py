@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models import llama, qwen2
+from jaxpaged.models import llama, mistral, qwen2, qwen3
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MeshAxes
 from jaxpaged.models.transformer import Transformer
@@ -45,11 +45,17 @@ class _OneKey(nnx.Rngs):
 
 _LLAMA = ModelFamily(llama.config_from_hf, llama.WEIGHTS, llama.IGNORED)
 
+_MISTRAL = ModelFamily(mistral.config_from_hf, mistral.WEIGHTS, mistral.IGNORED)
+
 _QWEN2 = ModelFamily(qwen2.config_from_hf, qwen2.WEIGHTS, qwen2.IGNORED)
+
+_QWEN3 = ModelFamily(qwen3.config_from_hf, qwen3.WEIGHTS, qwen3.IGNORED)
 
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN3,
 }
 
 

@@ -27,6 +27,7 @@ COMMON = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hi
           "rms_norm_eps": 1e-5}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tied": {"tie_word_embeddings": True},
@@ -39,7 +40,16 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
                   "rms_norm_eps": 1e-2},
     "all at once": {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True,
                     "num_key_value_heads": 1, "rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+    "yarn in full": {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 1.0, "truncate": False,
+                                                "mscale_all_dim": 0.5}},
+    "yarn as told": {"rope_parameters": YARN | {"attention_factor": 1.5}},
     "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2 windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_parameters": YARN},
+    "mistral": {"model_type": "mistral", "sliding_window": 21, "head_dim": 24},
+    "mistral without a window": {"model_type": "mistral", "sliding_window": None},
+    "mistral within its window": {"model_type": "mistral", "sliding_window": 128},
 }
 
 
@@ -104,7 +114,9 @@ def test_logits(checkpoints: Path, name: str) -> None:
     np.testing.assert_allclose(prefill_logits(checkpoints / name, tokens), wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "engine_args"), [("grouped", {}), ("all at once", {"max_num_batched_tokens": 7})])
+@pytest.mark.parametrize(("name", "engine_args"), [
+    ("grouped", {}), ("all at once", {"max_num_batched_tokens": 7}), ("mistral", {"max_num_batched_tokens": 7}),
+    ("qwen3", {"max_num_batched_tokens": 7})])
 def test_greedy_ids(checkpoints: Path, name: str, engine_args: dict[str, Any]) -> None:
     """Through the whole engine: prompts in pieces, several at once, mixed with decoding."""
     from tests.reference_model import ReferenceModel
