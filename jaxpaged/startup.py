@@ -158,7 +158,7 @@ def programs_of(
         definition.graph, definition.shapes, definition.config,
         replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
         placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size,
-        platform=device.platform, native=native, store=store,
+        platform=device.platform, native=native, gpu_attention=config.gpu_attention, store=store,
         chunk_sizes=CHUNK_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
 
 

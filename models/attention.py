@@ -106,7 +106,8 @@ def _gpu_attention(
     slot: jax.Array, position: jax.Array, null_slot: int, config: ModelConfig, cache_dtype: jnp.dtype, target: GpuTarget
 ) -> GpuAttention:
     tokens, heads, kv_heads = slot.shape[0], config.num_heads, config.num_kv_heads
-    tiles = paged_attention.choose_tiles(target, tokens, heads // kv_heads, config.head_dim, cache_dtype)
+    tiles = paged_attention.choose_tiles(target, tokens, heads // kv_heads, config.head_dim, cache_dtype,
+                                         is_biased=config.alibi or config.attention_sinks)
     sizes = paged_attention.work_sizes(target, tiles, tokens, null_slot, heads, kv_heads)
     windows = sorted({config.window(layer) for layer in range(config.num_layers)}, key=lambda window: window or 0)
     lists = ((window, make_work_list(slot, position, null_slot, sizes, window)) for window in windows)

@@ -7,7 +7,8 @@ today. It is deprecated since jax 0.11 and still there, working, in 0.12. On the
    text, with the grid and the number of warps and stages, and XLA compiles that IR as it does today. `launch` then
    becomes such a call with IR frozen from the last jax that can lower our kernels (or written by the official Triton
    compiler ahead of time). tests/test_lowering.py proves on every run that this route still compiles.
-2. On Hopper and newer, Mosaic GPU, Pallas' other GPU lowering.
+2. On Hopper, Mosaic GPU, Pallas' other GPU lowering: `mosaic_attention` is there for decode, where `GpuTarget.mosaic`
+   asks for it. That is off unless the user turns it on, since neither lowering has been timed on a GPU yet.
 
 A kernel's body uses plain `jax.numpy`, `pl.program_id`, `pl.when`, `lax.fori_loop`, and from here `load`, `store` and
 `dot`. Triton has no dynamic grid and no scalar prefetch: grids are static, what varies is read from arrays. Index a
@@ -37,17 +38,24 @@ class GpuTarget:
         compute_capability: (8, 0) is an A100, (8, 9) an L4, (9, 0) an H100 or H200.
         num_sms: streaming multiprocessors.
         interpret: run the kernels' bodies on any backend instead, slowly; for tests.
+        mosaic: let Mosaic GPU lower the kernels that are written for it, where they do what a step asks for.
     """
 
     compute_capability: tuple[int, int]
     num_sms: int
     interpret: bool = False
+    mosaic: bool = False
 
     @classmethod
-    def of(cls, device: jax.Device) -> "GpuTarget":
+    def of(cls, device: jax.Device, *, mosaic: bool = False) -> "GpuTarget":
         """The target of a CUDA device, also of one that can only be compiled for."""
         major, _, minor = str(device.compute_capability).partition(".")
-        return cls((int(major), int(minor)), int(device.core_count))
+        return cls((int(major), int(minor)), int(device.core_count), mosaic=mosaic)
+
+    @property
+    def has_mosaic(self) -> bool:
+        """Whether `mosaic` may be asked for: wgmma is Hopper's alone."""
+        return self.compute_capability == (9, 0)
 
     @property
     def generation(self) -> str:

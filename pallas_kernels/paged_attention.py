@@ -13,6 +13,7 @@ Z partial results, R rows of a tile.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxpaged.pallas_kernels import mosaic_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages, most_addressable
 from jaxpaged.pallas_kernels.lowering import GpuTarget, dot, launch, load, store
-from jaxpaged.pallas_kernels.tiles import ATTENTION, MANY_TOKENS, AttentionTiles
+from jaxpaged.pallas_kernels.tiles import ATTENTION, MANY_TOKENS, MOSAIC, AttentionTiles
 from jaxpaged.pallas_kernels.work_list import WorkList, WorkSizes, most_tiles
 
 MASKED = -1e30  # finite, so that a row with nothing to see stays finite
@@ -33,8 +35,16 @@ LEAST_CHUNK = 256  # tokens; a split's partial results are then 3 % of the bytes
 COMBINE_ROWS = 16
 
 
-def choose_tiles(target: GpuTarget, tokens: int, group: int, head_dim: int, dtype: jnp.dtype) -> AttentionTiles:
-    """The tiles of a step of `tokens` rows over pages of `dtype`, from the table of the GPU's generation."""
+def choose_tiles(
+    target: GpuTarget, tokens: int, group: int, head_dim: int, dtype: jnp.dtype, *, is_biased: bool = False
+) -> AttentionTiles:
+    """The tiles of a step of `tokens` rows over pages of `dtype`, from the table of the GPU's generation.
+
+    Args:
+        is_biased: there is a `HeadBias`.
+    """
+    if target.mosaic and tokens < MANY_TOKENS and not is_biased and mosaic_attention.supports(group, head_dim, dtype):
+        return replace(MOSAIC, token_rows=mosaic_attention.rows_per_token(group))
     table = ATTENTION[target.generation][jnp.dtype(dtype).itemsize]
     tiles = table.few if tokens < MANY_TOKENS else table.many
     rows = tuple(sorted({max(count, _power_of_two(group)) for count in tiles.rows}))
@@ -52,7 +62,7 @@ def work_sizes(
 
     Splitting aims at two waves of programs: enough that the last ones to end leave little of the GPU idle.
     """
-    tile_tokens = tiles.rows[-1] // (heads // kv_heads)
+    tile_tokens = tiles.rows[-1] // max(heads // kv_heads, tiles.token_rows)
     fill = -(-2 * target.num_sms * tiles.programs_per_sm // kv_heads)
     return WorkSizes(tile_tokens, most_tiles(tokens, slots, tile_tokens), fill, LEAST_CHUNK)
 
@@ -70,7 +80,8 @@ def paged_attention(
 ) -> jax.Array:  # [T, N, H]
     """Attention of each row to its slot's positions 0 to its own; rows of padding hold anything finite.
 
-    Keys and values are read only at positions that some row of a tile sees.
+    Keys and values are read only at positions that some row of a tile sees; by Mosaic, in all of the pages in which
+    these are, so that values have to be finite there.
     """
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = pages.k.shape[1:3]
@@ -82,6 +93,31 @@ def paged_attention(
     num_pages = pages.k.shape[0]
     assert most_addressable(num_pages, pages.k.size // num_pages, pages.k.dtype) == num_pages, pages.k.shape
 
+    if tiles.mosaic:
+        out, partials, logsums = mosaic_attention.attend(q, pages, block_table, work, rule, interpret=target.interpret)
+    else:
+        out, partials, logsums = _attend(q, pages, block_table, work, rule, bias, tiles, target)
+    result: jax.Array = launch(
+        partial(_combine_kernel, group=group, token_rows=max(group, tiles.token_rows), head_dim=head_dim),
+        out, partials, logsums, bias.sinks, work.splits,
+        name="paged_attention_combine",
+        grid=(kv_heads, sizes.num_extra, row_count // COMBINE_ROWS),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        aliases={0: 0},
+        num_warps=8 if q.dtype.itemsize == 4 or head_dim > 128 else 4,  # with 4, these spill
+        interpret=target.interpret,
+    )
+    return result
+
+
+def _attend(
+    q: jax.Array, pages: KVPages, block_table: jax.Array, work: WorkList, rule: AttentionRule, bias: HeadBias,
+    tiles: AttentionTiles, target: GpuTarget,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Results [T, N, H] of tiles that are not split, partial results [Z, K, R, H] and their log2 sums [Z, K, R]."""
+    heads, head_dim = q.shape[1:]
+    page_size, kv_heads = pages.k.shape[1:3]
+    group, sizes, row_count = heads // kv_heads, work.sizes, tiles.rows[-1]
     out, partials, logsums = launch(
         partial(_attention_kernel, rule=rule, group=group, head_dim=head_dim, page_size=page_size, tiles=tiles),
         q, *pages, *bias, block_table, work.items,
@@ -97,17 +133,7 @@ def paged_attention(
         num_stages=tiles.num_stages,
         interpret=target.interpret,
     )
-    result: jax.Array = launch(
-        partial(_combine_kernel, group=group, head_dim=head_dim),
-        out, partials, logsums, bias.sinks, work.splits,
-        name="paged_attention_combine",
-        grid=(kv_heads, sizes.num_extra, row_count // COMBINE_ROWS),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        aliases={0: 0},
-        num_warps=8 if q.dtype.itemsize == 4 or head_dim > 128 else 4,  # with 4, these spill
-        interpret=target.interpret,
-    )
-    return result
+    return out, partials, logsums
 
 
 def _attention_kernel(
@@ -215,18 +241,22 @@ def _combine_kernel(
     out_ref: Any,  # [T, N, H]
     *,
     group: int,
+    token_rows: int,
     head_dim: int,
 ) -> None:
     kv_head, split = pl.program_id(0), pl.program_id(1)
     first_row, tokens, first_part, count = (splits_ref[split, field] for field in range(4))
     first = pl.program_id(2) * COMBINE_ROWS
 
-    @pl.when(first < tokens * group)
+    @pl.when(first < tokens * token_rows)
     def _merge() -> None:
         row = first + jnp.arange(COMBINE_ROWS)
         lane = jnp.arange(_power_of_two(head_dim))
-        token, head = row // group, kv_head * group + row % group
+        token = row // token_rows
+        head = kv_head * group + row % token_rows
         held = token < tokens
+        if token_rows > group:
+            held = held & (row % token_rows < group)
         mask = _with_lanes(held, lane, head_dim)
 
         def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -16,6 +16,9 @@ class AttentionTiles:
         block: tokens of context per iteration.
         num_warps, num_stages: see `lowering.launch`.
         programs_per_sm: how many fit one multiprocessor, by registers and shared memory.
+        token_rows: rows that a token takes in a tile at least; more than the heads of its group where only whole runs
+            of so many can be loaded.
+        mosaic: the program is `mosaic_attention`'s.
     """
 
     rows: tuple[int, ...]
@@ -23,6 +26,8 @@ class AttentionTiles:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    token_rows: int = 1
+    mosaic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,10 @@ ATTENTION: dict[str, dict[int, AttentionTable]] = {
         4: AttentionTable(AttentionTiles((16,), 16, 4, 3, 4), AttentionTiles((16,), 16, 4, 3, 4)),
     },
 }
+
+
+# Of `mosaic_attention`: one warp group, three blocks in shared memory, two of them under way.
+MOSAIC = AttentionTiles((64,), 64, 4, 3, 1, token_rows=8, mosaic=True)
 
 
 @dataclass(frozen=True, slots=True)

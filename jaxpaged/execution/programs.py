@@ -64,11 +64,12 @@ class ProgramSet:
         vocab_size: without the padding that `config` may have.
         platform: "cpu" or "cuda".
         native: parts that do not run on XLA.
+        gpu_attention: see `EngineConfig`.
         store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
         chunk_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
 
     Raises:
-        ConfigError: the device cannot work with the dtype of the pools.
+        ConfigError: the device cannot work with the dtype of the pools, or with `gpu_attention`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ProgramSet:
         vocab_size: int,
         platform: str,
         native: NativeKernels = XLA_ALONE,
+        gpu_attention: str = "triton",
         store: Path | None = None,
         chunk_sizes: Sequence[int] = (),
     ) -> None:
@@ -92,7 +94,10 @@ class ProgramSet:
         self._config = config
         self._shape = shape
         self._platform = platform
-        target = GpuTarget.of(placement.devices[0]) if platform == "cuda" else None
+        mosaic = gpu_attention == "mosaic"
+        target = GpuTarget.of(placement.devices[0], mosaic=mosaic) if platform == "cuda" else None
+        if mosaic and (target is None or not target.has_mosaic or placement.mesh):
+            raise ConfigError("--gpu-attention mosaic needs one GPU of the Hopper generation; use triton")
         if target is not None and cache.dtype == jnp.float8_e4m3fn and not target.has_fp8:
             raise ConfigError(f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, and "
                               f"{placement.devices[0].device_kind} is older; use int8")
@@ -127,6 +132,7 @@ class ProgramSet:
             "kv_cache_dtype": self._cache.dtype.name,
             "shape": digest(self._shape),
             "native_kernels": str(self._functions.native),
+            "gpu_attention": str(self._functions.target),
         }
 
     @property
