@@ -55,6 +55,7 @@ class Variant:
 
 VARIANTS = (
     Variant("maximum length reserved, fcfs", "reserve"),
+    Variant("power of two reserved, fcfs", "reserve-pow2", 0.0),
     Variant("fcfs", "fcfs"),
     Variant("priority", "priority"),
     Variant("predicted, no hints", "predicted"),
@@ -138,10 +139,11 @@ def plot(points: Sequence[Point], path: Path) -> None:
     datasets = list(dict.fromkeys(point.dataset for point in points))
     figure, grid = pyplot.subplots(len(datasets), 3, figsize=(15, 4.2 * len(datasets)), squeeze=False,
                                    layout="constrained")
-    reserve, fcfs, priority, *predicted = (variant.label for variant in VARIANTS)
-    panels = (("mean, by memory", "mean", (reserve, fcfs)), ("mean, by policy", "mean", (fcfs, priority, *predicted)),
+    reserve, power, fcfs, priority, *predicted = (variant.label for variant in VARIANTS)
+    panels = (("mean, by memory", "mean", (reserve, power, fcfs)),
+              ("mean, by policy", "mean", (fcfs, priority, *predicted)),
               ("P99, by policy", "p99", (fcfs, priority, *predicted)))
-    colours = dict(zip((variant.label for variant in VARIANTS), ("C3", "C0", "C1", "C2", "C4"), strict=True))
+    colours = dict(zip((variant.label for variant in VARIANTS), ("C3", "C5", "C0", "C1", "C2", "C4"), strict=True))
     for row, dataset in zip(grid, datasets, strict=True):
         for axes, (title, field, labels) in zip(row, panels, strict=True):
             for label in labels:

@@ -51,6 +51,17 @@ def test_reserving_the_maximum_holds_as_many_as_fit_whole() -> None:
     assert reserved.normalised_latency()["mean"] > 2 * paged.normalised_latency()["mean"]
 
 
+def test_reserving_a_power_of_two_lies_between_the_maximum_and_blocks() -> None:
+    """Room for twice the answer at most: never preempted, fuller than the maximum, emptier than blocks."""
+    traffic = poisson_traffic(DATASETS["sharegpt"], 50.0, 60, seed=0, context=2048, hint_error=0.0)
+    most, power, paged = (simulate(traffic, DEVICE, policy) for policy in ("reserve", "reserve-pow2", "fcfs"))
+    assert power.preemptions == 0
+    assert most.mean_filled < power.mean_filled < paged.mean_filled
+    assert most.mean_running < power.mean_running < paged.mean_running
+    means = [run.normalised_latency()["mean"] for run in (most, power, paged)]
+    assert means == sorted(means, reverse=True)
+
+
 def test_the_same_seed_gives_the_same_figures_and_the_same_requests_at_every_rate() -> None:
     one, same = (poisson_traffic(DATASETS["alpaca"], 9.0, 80, seed=5, context=2048, hint_error=0.7) for _ in range(2))
     assert one == same and simulate(one, DEVICE, "predicted") == simulate(same, DEVICE, "predicted")

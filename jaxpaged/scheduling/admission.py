@@ -61,11 +61,13 @@ class Admission:
             prefix = self._kv.find_prefix(request)
             if not self._fits(request, prefix, reserved):
                 if not (may_preempt and self._preempt_for(request, prefix, reserved)):
-                    if request.status is RequestStatus.PREEMPTED or request.num_passed >= MAX_PASSED:
+                    if request.status is RequestStatus.PREEMPTED:
                         return
                     passed.append(request)
                     continue
                 reserved = sum([self._reserved_for(running) for running in self._queues.running])
+            if any(other.num_passed >= MAX_PASSED for other in passed):
+                return
             for other in passed:
                 other.num_passed += 1
             self._admit(request, prefix, now)
