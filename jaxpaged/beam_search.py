@@ -1,7 +1,7 @@
-"""Beam search as transformers does it, over an engine that serves single tokens.
+"""Beam search as transformers does it, over requests that fork.
 
-Each step of a search is one request per beam for one token and the log probabilities of its best continuations; the
-beams share the blocks of what they have in common through the prefix cache. What a search gives comes at its end.
+Each beam is a request of the scheduler's (`jaxpaged.scheduling.families`), which gives the log probabilities of its
+best continuations and stands until the search has chosen among those of all beams. Results come at the search's end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,15 +9,17 @@ from dataclasses import dataclass, field, replace
 
 from jaxpaged.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduling.families import Branch
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Generated tokens, the sum of their log probabilities, and each one's own."""
+    """Generated tokens, the sum of their log probabilities, each one's own, and the beam before that it continues."""
 
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    parent: int = 0
 
 
 def num_candidates(width: int, num_end_ids: int) -> int:
@@ -49,8 +51,8 @@ class BeamSearch:
         length = len(self.beams[0].token_ids) + 1
         continuations = [
             Beam((*beam.token_ids, token), beam.score + logprob,
-                 (*beam.logprobs, TokenLogprobs(logprob, rank, logprobs.top[: params.logprobs or 0])))
-            for beam, logprobs in zip(self.beams, found, strict=True)
+                 (*beam.logprobs, TokenLogprobs(logprob, rank, logprobs.top[: params.logprobs or 0])), parent)
+            for parent, (beam, logprobs) in enumerate(zip(self.beams, found, strict=True))
             for rank, (token, logprob) in enumerate(logprobs.top, 1)]
         continuations.sort(key=lambda beam: -beam.score)
         del continuations[num_candidates(self.width, len(stop)) :]
@@ -69,17 +71,19 @@ class BeamSearch:
 
 @dataclass(slots=True)
 class _Running:
-    """A search under way: the requests of its present step, and what has come for them."""
+    """A search under way: its choices, the requests of its beams and what has come for the next step."""
 
     search: BeamSearch
     choices: list[str]
     aborted: set[str] = field(default_factory=set)
-    step: dict[str, TokenLogprobs | None] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    num_requests: int = 0
+    found: dict[str, TokenLogprobs] = field(default_factory=dict)
     first: TokenDelta | None = None
 
 
 class BeamSearches:
-    """All searches of an engine: their choices outside, requests for one token each inside."""
+    """All searches of an engine: their choices outside, a request for each beam inside."""
 
     def __init__(self) -> None:
         self._running: dict[str, _Running] = {}  # by the id of the first choice
@@ -91,17 +95,26 @@ class BeamSearches:
     def is_live(self, request_id: str) -> bool:
         return request_id in self._owners
 
-    def add(self, request: EngineRequest) -> list[EngineRequest]:
-        """Begin a search with its first choice; the other choices follow. Returns requests for the scheduler."""
+    def add(self, request: EngineRequest) -> tuple[EngineRequest, int] | None:
+        """Begin a search with its first choice; the other choices follow.
+
+        Returns:
+            The request of the first beam and the number of beams that it can become, for the scheduler.
+        """
         if request.fork_of is not None:
             running = self._running.get(request.fork_of)
             if running is not None:
                 running.choices.append(request.request_id)
                 self._owners[request.request_id] = request.fork_of
-            return []
-        self._running[request.request_id] = _Running(BeamSearch(request), [request.request_id])
+            return None
+        running = _Running(BeamSearch(request), [request.request_id])
+        self._running[request.request_id] = running
         self._owners[request.request_id] = request.request_id
-        return self._next_step(request.request_id)
+        width = running.search.width
+        params = SamplingParams(temperature=0, logprobs=num_candidates(width, len(request.stop_token_ids)))
+        running.requests.append(self._new_request(running))
+        return replace(request, request_id=running.requests[0], params=params, seed=0, stop_token_ids=frozenset(),
+                       eos_token_ids=frozenset()), width
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[TokenDelta], list[str]]:
         """End the choices with these ids; a search without choices ends.
@@ -119,64 +132,64 @@ class BeamSearches:
                     inside += self._forget(running)
         return deltas, inside
 
-    def take(self, deltas: Iterable[TokenDelta]) -> tuple[list[TokenDelta], list[EngineRequest], list[str]]:
+    def take(self, deltas: Iterable[TokenDelta]) -> tuple[list[TokenDelta], list[str], list[Branch]]:
         """Sort deltas of the scheduler.
 
         Returns:
-            Those for outside, the next requests for the scheduler, and requests for it to end.
+            Those for outside, requests for the scheduler to end, and then tokens with which others go on.
         """
         outside: list[TokenDelta] = []
-        requests: list[EngineRequest] = []
         gone: list[str] = []
+        branches: list[Branch] = []
         for delta in deltas:
-            owner = self._owners.get(delta.request_id)
-            running = self._running.get(owner or "")
-            if owner is None or running is None:
+            running = self._running.get(self._owners.get(delta.request_id, ""))
+            if running is None:
                 if _INSIDE not in delta.request_id:
                     outside.append(delta)
-                continue
-            if delta.finish_reason == "error":
+            elif delta.finish_reason == "error":
                 outside += [delta._replace(request_id=choice, token_ids=(), logprobs=()) for choice in running.choices
                             if choice not in running.aborted]
                 gone += self._forget(running)
-                continue
-            running.step[delta.request_id] = delta.logprobs[0]
-            running.first = running.first or delta
-            if None in running.step.values():
-                continue
-            found = [logprobs for logprobs in running.step.values() if logprobs is not None]
-            for request_id in running.step:
-                del self._owners[request_id]
-            running.step.clear()
-            running.search.advance(found)
-            if running.search.beams:
-                requests += self._next_step(owner)
             else:
-                outside += _results(running)
-                self._forget(running)
-        return outside, requests, gone
+                running.found[delta.request_id] = delta.logprobs[0]
+                running.first = running.first or delta
+                if len(running.found) < len(running.requests):
+                    continue
+                running.search.advance([running.found.pop(request_id) for request_id in running.requests])
+                if running.search.beams:
+                    branches += self._branch(running, gone)
+                else:
+                    outside += _results(running)
+                    gone += self._forget(running)
+        return outside, gone, branches
 
-    def _next_step(self, owner: str) -> list[EngineRequest]:
-        running = self._running[owner]
-        search, request = running.search, running.search.request
-        wanted = num_candidates(search.width, len(request.stop_token_ids))
-        params = SamplingParams(temperature=0, max_tokens=1, logprobs=wanted)
-        requests = []
-        for index, beam in enumerate(search.beams):
-            request_id = f"{owner}{_INSIDE}{len(beam.token_ids)}.{index}"
-            running.step[request_id] = None
-            self._owners[request_id] = owner
-            requests.append(replace(
-                request, request_id=request_id, prompt_token_ids=request.prompt_token_ids + beam.token_ids,
-                params=params, max_tokens=1, stop_token_ids=frozenset(), eos_token_ids=frozenset()))
-        return requests
+    def _branch(self, running: _Running, gone: list[str]) -> list[Branch]:
+        """How the requests go on as the search's beams; those without a beam are added to `gone`."""
+        before, unused = running.requests, set(running.requests)
+        branches = []
+        for beam in running.search.beams:
+            parent = before[beam.parent]
+            child = parent if parent in unused else self._new_request(running)
+            unused.discard(parent)
+            branches.append(Branch(parent, child, beam.token_ids[-1]))
+        running.requests = [branch.child for branch in branches]
+        for request_id in before:
+            if request_id in unused:
+                del self._owners[request_id]
+                gone.append(request_id)
+        return branches
+
+    def _new_request(self, running: _Running) -> str:
+        request_id = f"{running.choices[0]}{_INSIDE}{running.num_requests}"
+        running.num_requests += 1
+        self._owners[request_id] = running.choices[0]
+        return request_id
 
     def _forget(self, running: _Running) -> list[str]:
-        inside = list(running.step)
-        for request_id in (*inside, *running.choices, running.search.request.request_id):
+        for request_id in (*running.requests, *running.choices):
             self._owners.pop(request_id, None)
-        del self._running[running.search.request.request_id]
-        return inside
+        del self._running[running.choices[0]]
+        return running.requests
 
 
 _INSIDE = "\0beam "

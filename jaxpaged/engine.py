@@ -96,8 +96,9 @@ class Engine:
             raise ContextLengthError(f"prompt and max_tokens need {length} tokens, the context holds {room}",
                                      code="context_length_exceeded")
         if request.params.use_beam_search:
-            for item in self._beams.add(request):
-                self._scheduler.add(dataclasses.replace(item, seed=0))
+            first = self._beams.add(request)
+            if first is not None:
+                self._scheduler.add(first[0], branches=first[1])
             return
         if request.seed is None:
             request = dataclasses.replace(request, seed=self._next_seed())
@@ -199,13 +200,12 @@ class Engine:
                                       [rows.read() for rows in running.scored])
 
     def _with_beams(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Deltas for outside; those of beam searches lead to further requests inside."""
+        """Deltas for outside; those of beam searches say how their requests inside go on."""
         if not self._beams:
             return deltas
-        outside, requests, gone = self._beams.take(deltas)
+        outside, gone, branches = self._beams.take(deltas)
         self._scheduler.abort(gone)
-        for request in requests:
-            self._scheduler.add(dataclasses.replace(request, seed=0))
+        self._scheduler.go_on(branches)
         return outside
 
     def _note_idle_device(self) -> None:

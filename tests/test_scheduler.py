@@ -20,8 +20,10 @@ from jaxpaged.messages import EngineRequest, TokenDelta
 from jaxpaged.outputs import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.families import Branch
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import Transfers
+from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.request import Request, RequestStatus
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, ScheduledPiece, SchedulerOutput
@@ -76,6 +78,35 @@ def expected_ending(message: EngineRequest, model: Model) -> Ending:
             return Ending(out, "length")
 
 
+@dataclass
+class Search:
+    """A beam search under way: the names of its requests, in the order of its beams, and what each has sampled."""
+
+    width: int
+    names: list[str]
+    sampled: dict[str, int] = field(default_factory=dict)
+    beams: list[list[int]] | None = None  # without their last tokens; None once one has failed
+
+
+def next_beams(beams: Sequence[Sequence[int]], tokens: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """Beams (by index) and tokens that go on: in some order of all sequences, the first of three behind each beam."""
+    found = sorted((zlib.crc32(bytes([*beam, other])), parent, other) for parent, beam in enumerate(beams)
+                   for other in [(tokens[parent] + more) % VOCAB for more in range(3)])
+    return [(parent, other) for _, parent, other in found[:width]]
+
+
+def expected_beams(message: EngineRequest, width: int, model: Model) -> list[list[int]] | None:
+    """The beams before the last token; None where one fails."""
+    beams = [list(message.prompt_token_ids)]
+    for length in range(message.max_tokens):
+        tokens = [model(beam) for beam in beams]
+        if FAILED_TOKEN in tokens:
+            return None
+        if length + 1 < message.max_tokens:
+            beams = [[*beams[parent], token] for parent, token in next_beams(beams, tokens, width)]
+    return beams
+
+
 @dataclass(frozen=True)
 class Cell:
     """What the device keeps of one token: its id, a digest of it and all before it, and the time of writing."""
@@ -98,6 +129,7 @@ class NaiveDevice:
         self.owner: list[Request | None] = [None] * num_slots
         self.generation = 0  # of the prefix cache
         self.admitted = [0] * num_slots
+        self.inherited: dict[str, int] = {}  # by request that is forked from another, when that one was admitted
         self.num_computed = 0
         self.host: dict[int, list[list[Cell | None]]] = {}
         self.num_saved = self.num_loaded = 0
@@ -113,7 +145,8 @@ class NaiveDevice:
             if piece.admit:
                 assert bool(piece.table) == (piece.start > 0)
                 self.owner[piece.slot] = piece.request
-                self.admitted[piece.slot] = self.generation if piece.num_tokens else self.admitted[before.slot]
+                self.admitted[piece.slot] = self.inherited.pop(piece.request.request_id, self.generation) \
+                    if piece.num_tokens else self.admitted[before.slot]
             if piece.table:
                 self.table[piece.slot] = dict(enumerate(piece.table))
             assert self.owner[piece.slot] is piece.request, "the slot holds the sampling parameters of another request"
@@ -188,12 +221,14 @@ class Harness:
     def __init__(
         self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, sizes: Sequence[int] | None = None,
         model: Model = any_token, prefix_caching: bool = True, host_blocks: int = 0, swap: bool = False,
+        policy: str = "fcfs",
     ) -> None:
         self.host_blocks = host_blocks
         self.block_size, self.budget, self.slots, self.model = block_size, budget, max_num_seqs, model
         self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
         self.allocator = BlockAllocator(num_blocks)
-        self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs,
+        self.policy_name, self.policy = policy, POLICIES[policy]()
+        self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs, policy=self.policy,
                                    max_num_batched_tokens=budget, step_sizes=self.sizes,
                                    prefix_caching=prefix_caching, swap=swap,
                                    host=HostTier(host_blocks, (4, 2, 1)) if host_blocks else None)
@@ -204,6 +239,7 @@ class Harness:
         self.requests: dict[str, Request] = {}  # those that have had a piece, in order of arrival
         self.live: list[str] = []  # in order of arrival
         self.aborted: set[str] = set()
+        self.searches: dict[str, Search] = {}  # by each of its requests
         self.steps = 0
         self.bound = 0  # steps that all requests so far may take together
 
@@ -216,16 +252,31 @@ class Harness:
         return [first, *(self.add(prompt, max_tokens, choice=choice, fork_of=first, **more) for choice in range(1, n))]
 
     def add(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), **more: Any) -> str:
-        name = f"r{len(self.messages)}"
-        message = EngineRequest(name, tuple(prompt), SamplingParams(), max_tokens, stop_token_ids=frozenset(stop),
-                                eos_token_ids=frozenset([EOS]), **more)
-        self.messages[name], self.endings[name] = message, Ending()
-        self.live.append(name)
+        message = self._message(prompt, max_tokens, stop_token_ids=frozenset(stop), **more)
         self.bound += len(prompt) + max_tokens + 3
         self.scheduler.add(message)
-        return name
+        return message.request_id
+
+    def add_search(self, width: int, prompt: Sequence[int], max_tokens: int, **more: Any) -> Search:
+        message = self._message(prompt, max_tokens, **more)
+        # Where only one of them has room, they compute everything anew in turns.
+        self.bound += width * max_tokens * (len(prompt) + max_tokens + 3)
+        search = Search(width, [message.request_id], beams=[list(prompt)])
+        self.searches[message.request_id] = search
+        self.scheduler.add(message, branches=width)
+        return search
+
+    def _message(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> EngineRequest:
+        name = f"r{len(self.messages)}"
+        message = EngineRequest(name, tuple(prompt), SamplingParams(), max_tokens, eos_token_ids=frozenset([EOS]),
+                                arrival_time=float(self.steps), **more)
+        self.messages[name], self.endings[name] = message, Ending()
+        self.live.append(name)
+        return message
 
     def abort(self, names: Sequence[str]) -> None:
+        names = [other for name in names
+                 for other in (self.searches[name].names if name in self.searches else [name])]
         live = {name for name in names if name in self.live}
         self.aborted |= live
         deltas = self.scheduler.abort(names)
@@ -234,7 +285,7 @@ class Harness:
         self.check()
 
     def step(self) -> SchedulerOutput:
-        running = [name for name in self.live if self._status(name) is RequestStatus.RUNNING]
+        running = self._running()
         before = {name: request.num_preemptions for name, request in self.requests.items()}
         step = self.scheduler.schedule(float(self.steps))
         self.steps += bool(step.pieces or self.in_flight)
@@ -263,7 +314,10 @@ class Harness:
         assert self.scheduler.kv_slots() == (0, 0)
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for name, message in self.messages.items():
-            self._check_ending(self.endings[name], expected_ending(message, self.model), name in self.aborted)
+            if name not in self.searches:
+                self._check_ending(self.endings[name], expected_ending(message, self.model), name in self.aborted)
+            elif not self.aborted.intersection(self.searches[name].names):
+                assert self.searches[name].beams == expected_beams(message, self.searches[name].width, self.model)
 
     def check(self) -> None:
         self.scheduler.check_integrity()
@@ -273,6 +327,11 @@ class Harness:
         assert held == self.allocator.num_used * self.block_size
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         assert self.scheduler.live_ids() == self.live
+
+    def _running(self) -> list[str]:
+        """Those that run and have had a piece, the last one the first to go."""
+        names = [name for name in self.live if self._status(name) is RequestStatus.RUNNING]
+        return sorted(names, key=lambda name: self.policy.running_key(self.requests[name]))
 
     def _status(self, name: str) -> RequestStatus:
         return self.requests[name].status if name in self.requests else RequestStatus.WAITING
@@ -289,20 +348,28 @@ class Harness:
         for piece in pieces:
             request = piece.request
             assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "blocks held without need"
-        if self.live and self._status(self.live[0]) is RequestStatus.RUNNING and self.live[0] not in names:
-            oldest = self.requests[self.live[0]]
-            assert oldest.num_output_tokens == oldest.message.max_tokens, "the oldest request has to wait"
+        running = self._running()
+        if running and running[0] not in names:
+            first = self.requests[running[0]]
+            told = first.family is None or not (first.stands or first.num_pending)
+            assert not told or first.num_output_tokens == first.message.max_tokens, "the first request has to wait"
 
     def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
         preempted = [name for name in self.live
                      if name in before and self.requests[name].num_preemptions > before[name]]
-        stayed = [name for name in running if name not in preempted]
-        assert [*stayed, *preempted] == running, "a younger request stayed where an older one had to go"
-        if preempted:
+        stayed = [name for name in running if self._status(name) is RequestStatus.RUNNING]
+        gone = [name for name in running if name in preempted]
+        # Some may have given their place up to another beam of their search.
+        assert [*stayed, *gone] == [name for name in running if name in stayed or name in preempted], \
+            "a younger request stayed where an older one had to go"
+        if gone and self.policy_name != "priority":
             assert stayed, "all were preempted"
 
     def _take(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
+            if delta.request_id in self.searches:
+                self._take_beam(self.searches[delta.request_id], delta)
+                continue
             ending = self.endings[delta.request_id]
             assert ending.finish_reason is None, "news of a request that has ended"
             ending.token_ids += delta.token_ids
@@ -312,6 +379,43 @@ class Harness:
             self._check_cached(delta)
             if delta.finish_reason is not None:
                 self.live.remove(delta.request_id)
+
+    def _take_beam(self, search: Search, delta: TokenDelta) -> None:
+        self._check_cached(delta)
+        if delta.finish_reason is not None:
+            self.live.remove(delta.request_id)
+            if delta.finish_reason == "error":
+                search.beams = None
+                self._end(search.names)
+            return
+        if delta.request_id not in self.live:
+            return
+        search.sampled[delta.request_id] = delta.token_ids[0]
+        if search.beams is None or len(search.sampled) < len(search.names):
+            return
+        message, tokens = self.messages[delta.request_id], [search.sampled.pop(name) for name in search.names]
+        if len(search.beams[0]) - len(message.prompt_token_ids) + 1 == message.max_tokens:
+            self._end(search.names)
+            return
+        before, branches = search.names, []
+        chosen = next_beams(search.beams, tokens, search.width)
+        self._end([name for index, name in enumerate(before) if index not in [parent for parent, _ in chosen]])
+        for parent, token in chosen:
+            child = before[parent]
+            if child in [branch.child for branch in branches]:
+                child = self._message(message.prompt_token_ids, message.max_tokens).request_id
+                self.searches[child] = search
+                request = self.requests[before[parent]]
+                if request.slot >= 0:
+                    self.device.inherited[child] = self.device.admitted[request.slot]
+            branches.append(Branch(before[parent], child, token))
+        search.beams = [[*search.beams[parent], token] for parent, token in chosen]
+        search.names = [branch.child for branch in branches]
+        self.scheduler.go_on(branches)
+
+    def _end(self, names: Sequence[str]) -> None:
+        for delta in self.scheduler.abort(names):
+            self.live.remove(delta.request_id)
 
     def _check_cached(self, delta: TokenDelta) -> None:
         cached, message = delta.num_cached_tokens, self.messages[delta.request_id]
@@ -336,14 +440,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 14), block_size=st.sampled_from([1, 2, 4, 16]), max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 2, 3, 7, 16, 33, 80]), ladder=st.sampled_from(["cpu", "cuda", "sparse", "none"]),
         prefix_caching=st.sampled_from([True, True, False]), host_blocks=st.sampled_from([0, 0, 1, 5, 40]),
-        swap=st.booleans(),
+        swap=st.booleans(), policy=st.sampled_from(["fcfs", "fcfs", "priority", "predicted"]),
     )
     def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str,
-              prefix_caching: bool, host_blocks: int, swap: bool) -> None:
+              prefix_caching: bool, host_blocks: int, swap: bool, policy: str) -> None:
         sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
         self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
                                sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching,
-                               host_blocks=host_blocks, swap=swap)
+                               host_blocks=host_blocks, swap=swap, policy=policy)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
@@ -361,8 +465,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt += [token % VOCAB for token in data.draw(st.binary(min_size=rest, max_size=rest), "prompt")]
         stop = data.draw(st.sampled_from([(), (EOS,), (EOS, 5)]), "stop")
         salt = data.draw(st.sampled_from([None, None, "a", "b"]), "salt")
-        harness.add_choices(data.draw(st.sampled_from([1, 1, 2, 4]), "n"), prompt, max_tokens, stop=stop,
-                            cache_salt=salt, skip_prefix_read=data.draw(st.integers(0, 9)) == 9)
+        more: dict[str, Any] = {"cache_salt": salt, "skip_prefix_read": data.draw(st.integers(0, 9)) == 9,
+                                "priority": data.draw(st.integers(0, 2), "priority")}
+        n = data.draw(st.sampled_from([1, 1, 2, 4]), "n")
+        if data.draw(st.integers(0, 3), "search") == 3:
+            harness.add_search(n, prompt, min(max_tokens, 6), **more)
+        else:
+            harness.add_choices(n, prompt, max_tokens, stop=stop, **more)
 
     @rule()
     def reset_prefix_cache(self) -> None:

@@ -161,6 +161,19 @@ class Admission:
                     self._queues.waiting.add(fork)
         return all_pieces
 
+    def fork_standing(self, forks: Sequence[tuple[Request, Request]]) -> None:
+        """Let forks, given with their parents, run beside them; those without room wait like others."""
+        reserved = sum(self._reserved_for(running) for running in self._queues.running) if forks else 0
+        for parent, fork in forks:
+            if parent.slot >= 0 and self._queues.num_free_slots and self._allocator.can_allocate(reserved + 1):
+                self._kv.fork(parent, fork)
+                self._queues.run(fork, parent.scheduled_time or 0.0)
+                reserved += 1 + self._policy.growth_blocks(fork, self._block_size)
+            else:
+                fork.block_keys = list(parent.block_keys)
+                fork.status = RequestStatus.PREEMPTED  # what its prompt had in the cache has been told
+                self._queues.waiting.add(fork)
+
     def _fork(self, leader: Request, fork: Request, now: float) -> ScheduledPiece:
         self._kv.fork(leader, fork)
         self._queues.run(fork, now)

@@ -146,11 +146,16 @@ class StepPlanner:
         """Take a running request's blocks and slot back; it goes on later."""
         self.plan.drop(request)
         self._kv.unplan(request)
+        self.stop(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        if not request.stands:
+            self._queues.waiting.add(request)
+
+    def stop(self, request: Request) -> None:
+        """Take the blocks and the slot of a running request that has no piece in the step; it is in no queue then."""
         self._kv.release(request)
         self._queues.stop(request)
         if self._swap:
             self._kv.hold(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._queues.waiting.add(request)

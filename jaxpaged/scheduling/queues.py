@@ -1,4 +1,7 @@
-"""Where every live request is: waiting, running in a slot, or behind the request that computes its prompt."""
+"""Where every live request is: waiting, running in a slot, or behind the request that computes its prompt.
+
+A member of a family that has lost its slot while it stands is in no queue: it waits only once it is told to go on.
+"""
 
 from jaxpaged.scheduling.policy import Policy
 from jaxpaged.scheduling.request import Request, RequestStatus
@@ -70,7 +73,7 @@ class Queues:
             request.leader.forks.remove(request)
             request.leader = None
             self.num_forks -= 1
-        else:
+        elif not request.stands:
             self.waiting.remove(request)
         for fork in self.detach_forks(request):
             self.waiting.add(fork)
@@ -82,11 +85,12 @@ class Queues:
         assert len(slots) == len(set(slots)) == self._num_slots and -1 not in slots, f"slots in use and free: {slots}"
         forks = [fork for request in self.live.values() for fork in request.forks]
         assert len(forks) == self.num_forks and all(fork.leader and fork in fork.leader.forks for fork in forks)
-        queued = len(self.waiting) + len(self.running) + len(forks)
+        resting = [request for request in self.live.values() if request.stands and request.slot == -1]
+        queued = len(self.waiting) + len(self.running) + len(forks) + len(resting)
         assert len(self.live) == queued, "a request is in no queue, or in two"
         for request in self.running:
             assert request.status is RequestStatus.RUNNING, f"{request.status!r} among the running"
-        for request in (*self.waiting, *forks):
+        for request in (*self.waiting, *forks, *resting):
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.status!r} waits"
             assert request.slot == -1 and not request.block_table, "a waiting request owns something"
         for queue in (self.waiting, self.running):

@@ -31,6 +31,19 @@ class RequestStatus(enum.IntEnum):
 
 
 @dataclass(slots=True, eq=False)
+class Family:
+    """Requests that are forked from one another token by token: the beams of a search.
+
+    Attributes:
+        members: the live ones.
+        free_orders: arrival numbers that no member has.
+    """
+
+    members: "list[Request]" = field(default_factory=list)
+    free_orders: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request's tokens and what it owns.
 
@@ -38,7 +51,7 @@ class Request:
         order: arrival number; the smaller is never preempted for the larger.
         token_ids: prompt and output known on the host.
         num_prompt_tokens: tokens of the prompt.
-        max_length: most tokens that it can have.
+        max_length: most tokens that it can have; of a member of a family, until it is told to go on.
         num_computed: tokens whose keys and values are written or will be by a dispatched step.
         num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
         block_table: blocks in order of position; only ever appended to while RUNNING.
@@ -51,6 +64,8 @@ class Request:
         new_table: blocks before the end of its table have changed since the device was told.
         leader: the running or waiting request that computes the prompt for this one, too.
         forks: those for which this one computes the prompt.
+        family: those that it is forked from, or that are from it; then it stands after each token.
+        stands: the logits behind its last token are there, and it has not been told which token follows.
         held_keys: keys of blocks that host memory keeps for it until it runs again.
         num_cached: prompt tokens that the prefix cache spared it when it was first let in.
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
@@ -80,6 +95,8 @@ class Request:
     new_table: bool = False
     leader: "Request | None" = None
     forks: "list[Request]" = field(default_factory=list)
+    family: Family | None = None
+    stands: bool = False
     held_keys: tuple[bytes, ...] = ()
     num_cached: int = 0
     num_passed: int = 0
@@ -95,9 +112,16 @@ class Request:
         self.request_id = self.message.request_id
         self.token_ids = list(self.message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_length = self.num_prompt_tokens + max(self.message.max_tokens, 1)  # of a prompt alone one is dropped
+        most = max(self.message.max_tokens, 1) if self.family is None else 1  # of a prompt alone one is dropped
+        self.max_length = self.num_prompt_tokens + most
         self.full_sampling = self.message.params.full_sampling or self.constraint is not None
         self.scored = self.message.params.prompt_logprobs is not None or self.message.pooling is not None
+
+    def go_on(self, token: int) -> None:
+        """Take in the token that follows, and stand until then no more."""
+        self.token_ids.append(token)
+        self.max_length = len(self.token_ids) + 1
+        self.stands = False
 
     def pool(self, start: int, values: list[float]) -> None:
         """Take in what the prompt's tokens from `start` on add to the embedding; a preempted prompt begins anew."""
@@ -123,10 +147,14 @@ class Request:
     def num_to_compute(self) -> int:
         """Tokens that a step could process now; none once the last token is on its way."""
         tokens = len(self.token_ids) + self.num_pending
-        if self.constraint is not None and tokens < self.max_length and (
-                self.num_pending or not self.constraint.ready):
+        if self.constraint is not None and tokens < self.max_length and (self.num_pending or self._lacks_mask):
             return max(0, len(self.token_ids) - 1 - self.num_computed)  # all but the one that is followed by a draw
         return tokens - self.num_computed if tokens < self.max_length else 0
+
+    @property
+    def _lacks_mask(self) -> bool:
+        """Whether its next draw, which is also that of its forks, has to wait for a mask."""
+        return any(request.constraint is not None and not request.constraint.ready for request in (self, *self.forks))
 
     @property
     def finished(self) -> bool:

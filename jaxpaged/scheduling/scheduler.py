@@ -14,6 +14,7 @@ from jaxpaged.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.outputs import FinishReason
 from jaxpaged.scheduling.admission import Admission
 from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.scheduling.families import Branch, Families
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager
 from jaxpaged.scheduling.planner import StepPlanner
@@ -73,11 +74,12 @@ class Scheduler:
                                     swap=swap)
         self._admission = Admission(self._queues, self._kv, self._planner, self._policy,
                                     max_samples=min(max_num_seqs, max_num_batched_tokens))
+        self._families = Families(self._queues, self._planner, self._admission)
         self._num_arrived = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queues.waiting) + self._queues.num_forks
+        return len(self._queues.live) - len(self._queues.running)
 
     @property
     def num_running(self) -> int:
@@ -90,13 +92,21 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._queues.live)
 
-    def add(self, message: EngineRequest, constraint: Constraint | None = None) -> None:
-        """Queue a request."""
+    def add(self, message: EngineRequest, constraint: Constraint | None = None, *, branches: int = 0) -> None:
+        """Queue a request.
+
+        Args:
+            branches: of a request that stands after each token until `go_on` tells what follows, the most requests that
+                it can become; 0 for one that goes on by itself.
+        """
         assert message.request_id not in self._queues.live, f"request id {message.request_id} is already live"
         needed = self._kv.blocks_for(len(message.prompt_token_ids) + message.max_tokens)
         assert needed <= self._allocator.num_usable, f"{needed} blocks can never be had"
-        request = Request(message, self._num_arrived, constraint=constraint)
-        self._num_arrived += 1
+        first, self._num_arrived = self._num_arrived, self._num_arrived + max(branches, 1)
+        if branches:
+            self._queues.add(self._families.begin(message, range(first, self._num_arrived)))
+            return
+        request = Request(message, first, constraint=constraint)
         leader = self._queues.live.get(message.fork_of or "")
         self._queues.add(request, leader if leader is not None and leader.num_output_tokens == 0 else None)
 
@@ -104,6 +114,7 @@ class Scheduler:
         """Plan the next step and take what it needs; empty when nothing can run now."""
         planner = self._planner
         planner.begin()
+        self._families.take_turns()
         prefills = planner.plan_decodes()
         planner.plan_prefills(prefills)
         self._admission.admit_waiting(prefills, now)
@@ -142,6 +153,12 @@ class Scheduler:
             if token < 0:
                 deltas.append(self._end_without_token(request, token))
                 continue
+            if request.family is not None:
+                self._families.stand(request)
+                deltas.append(TokenDelta(request.request_id, (token,), None, None, request.num_cached,
+                                         request.num_preemptions, request.scheduled_time,
+                                         logprobs=() if logprob is None else (logprob,)))
+                continue
             request.token_ids.append(token)
             delta = self._after_token(request, token)
             if not (request.full_sampling or request.scored):
@@ -158,6 +175,10 @@ class Scheduler:
             if request.constraint is not None and not request.finished and request.constraint.advance(token):
                 deltas.append(self._finish(request, RequestStatus.FINISHED_STOPPED))
         return deltas
+
+    def go_on(self, branches: Iterable[Branch]) -> None:
+        """Say which tokens follow on requests that stand; those on which none follows are aborted before."""
+        self._families.go_on(branches)
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:
         """End these requests now; unknown and finished ids are ignored."""
@@ -225,6 +246,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._kv.release(request, valid=status is not RequestStatus.FINISHED_ERROR)
         self._queues.remove(request)
+        self._families.remove(request)
         self._kv.forget(request)
         request.status = status
         if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
