@@ -130,10 +130,9 @@ class InputProcessor:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         ids_of_choices = sequence_ids(request_id, params.num_sequences)
         drawn = params.for_engine()
-        leader = ids_of_choices[0] if grammar is None else None  # each choice waits for its own mask
         sequences = tuple(
             EngineRequest(sequence_id, ids, drawn, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
-                          arrival_time, priority, cache_salt, fork_of=leader if choice else None,
+                          arrival_time, priority, cache_salt, fork_of=ids_of_choices[0] if choice else None,
                           skip_prefix_read=params.prompt_logprobs is not None, grammar=grammar)
             for choice, sequence_id in enumerate(ids_of_choices))
         return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,18 @@ def test_beside_other_parameters(llm: LLM) -> None:
     assert len({choice.text for choice in several.outputs}) > 1
     assert all(choice.logprobs is not None and len(choice.logprobs) == 6 for choice in several.outputs)
     assert set(penalised.outputs[0].text) == {"a", "b"}
+
+
+def test_choices_share_their_prompt(llm: LLM, few_blocks: LLM) -> None:
+    """Even where it does not fill a block, and nothing else could be shared; their texts stay what each draws alone."""
+    params = SamplingParams(n=3, seed=1, max_tokens=5, structured_outputs=StructuredOutputsParams(regex="[a-f]+"))
+    before = llm.get_metrics()["jaxpaged:kv_blocks_shared_sum"]
+    [forked], [other] = (generate(engine, [random_prompt(10, 1)], [params]) for engine in (llm, few_blocks))
+    assert llm.get_metrics()["jaxpaged:kv_blocks_shared_sum"] > before
+    texts = [choice.text for choice in forked.outputs]
+    assert len(set(texts)) > 1 and texts == [choice.text for choice in other.outputs]
+    alone = generate(llm, [random_prompt(10, 1)] * 2, [replace(params, n=1), replace(params, n=2)])
+    assert [[choice.text for choice in output.outputs] for output in alone] == [texts[:1], texts[:2]]
 
 
 def test_aborting_and_refusing(llm: LLM) -> None:
