@@ -74,6 +74,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all at once.
 
@@ -81,6 +83,7 @@ class LLM:
             prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
             sampling_params: one for all, one for each, or None for the model's defaults.
             use_tqdm: show a progress bar.
+            priority: one for each, the smaller is served first, with scheduling_policy="priority".
 
         Returns:
             One output per prompt, in their order.
@@ -88,7 +91,7 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter cannot be used; nothing has run then.
         """
-        return self._run([(prompt, True) for prompt in _batch(prompts)], sampling_params, use_tqdm)
+        return self._run([(prompt, True) for prompt in _batch(prompts)], sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -230,13 +233,17 @@ class LLM:
         prompts: list[tuple[Prompt, bool]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         self._live_engine()
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts; give one for each",
+                               param="priority")
         requests = [
             self._front.inputs.process(f"request-{next(self._ordinals)}", prompt, _final_only(params),
-                                       add_special_tokens=add_special_tokens)
-            for (prompt, add_special_tokens), params in zip(prompts, _spread(sampling_params, len(prompts)),
-                                                            strict=True)
+                                       add_special_tokens=add_special_tokens, priority=number)
+            for (prompt, add_special_tokens), params, number in zip(
+                prompts, _spread(sampling_params, len(prompts)), priority or [0] * len(prompts), strict=True)
         ]
         return self._run_all(requests, use_tqdm)
 

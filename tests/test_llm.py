@@ -373,6 +373,21 @@ def test_a_shorter_context_can_be_asked_for(model_path: Path) -> None:
         check_greedy(llm.generate([[1] * 24], GREEDY, use_tqdm=False))
 
 
+def test_a_priority_for_each_prompt(llm: LLM, model_path: Path) -> None:
+    """With two slots: those of the smallest numbers are let in first."""
+    prompts = [random_prompt(20, seed) for seed in range(6)]
+    with LLM(model=str(model_path), **ENGINE_ARGS | {"max_num_seqs": 2}, scheduling_policy="priority",
+             enforce_eager=True) as urgent:
+        outputs = urgent.generate(prompts, GREEDY, use_tqdm=False, priority=[5, 4, 3, 2, 1, 0])
+        check_greedy(outputs)
+        began = [output.metrics.first_scheduled_time for output in outputs if output.metrics]
+        assert began == sorted(began, key=lambda time: -(time or 0)) and len(set(began)) > 1
+        with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
+            urgent.generate(prompts[:2], GREEDY, use_tqdm=False, priority=[1])
+    with pytest.raises(RequestError, match="--scheduling-policy priority"):
+        llm.generate(prompts[:1], GREEDY, use_tqdm=False, priority=[1])
+
+
 def test_an_llm_that_was_shut_down_says_so(model_path: Path) -> None:
     llm = LLM(model=str(model_path), **ENGINE_ARGS)
     llm.shutdown()
