@@ -397,7 +397,8 @@ class Harness:
         if len(search.beams[0]) - len(message.prompt_token_ids) + 1 == message.max_tokens:
             self._end(search.names)
             return
-        before, branches = search.names, []
+        before = search.names
+        branches: list[Branch] = []
         chosen = next_beams(search.beams, tokens, search.width)
         self._end([name for index, name in enumerate(before) if index not in [parent for parent, _ in chosen]])
         for parent, token in chosen:
