@@ -189,6 +189,14 @@ def test_priorities_are_checked(priority: Any) -> None:
     assert caught.value.param == "priority"
 
 
+@pytest.mark.parametrize("salt", ["", 5, ["a"], True, "x" * 1025])
+def test_salts_are_checked(salt: Any) -> None:
+    for prompt, more in (([5], {"cache_salt": salt}), ({"prompt_token_ids": [5], "cache_salt": salt}, {})):
+        with pytest.raises(RequestError) as caught:
+            processor().process("r", prompt, **more)
+        assert caught.value.param == "cache_salt"
+
+
 @pytest.mark.parametrize("priority", [1, -1])
 def test_priorities_are_refused_where_nobody_looks_at_them(priority: int) -> None:
     with pytest.raises(RequestError, match="--scheduling-policy priority") as caught:

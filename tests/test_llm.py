@@ -589,7 +589,12 @@ def test_bad_requests_disturb_nobody(use: Callable[[Use], None]) -> None:
 def test_a_full_queue_refuses(model_path: Path) -> None:
     async def main() -> None:
         async with AsyncLLM(model=str(model_path), **ENGINE_ARGS, max_waiting_requests=2) as llm, asyncio.timeout(60):
-            tasks = [asyncio.create_task(collect(llm.generate([1, 2], LONG))) for _ in range(6)]
+            tasks = [asyncio.create_task(collect(llm.generate([1, 2], LONG))) for _ in range(5)]
+            while llm._num_live < 5:
+                await asyncio.sleep(0)
+            with pytest.raises(OverloadedError):  # each choice counts
+                await collect(llm.generate([1, 2], SamplingParams(n=2, max_tokens=8)))
+            tasks.append(asyncio.create_task(collect(llm.generate([1, 2], LONG))))
             while llm._num_live < 6:
                 await asyncio.sleep(0)
             with pytest.raises(OverloadedError):

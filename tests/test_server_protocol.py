@@ -71,6 +71,7 @@ def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> 
     ("allowed_token_ids", [True]), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"), ("bad_words", [""]),
     ("bad_words", "x"), ("bad_words", [1]), ("bad_words", ["x"] * 100_000), ("bad_words", ["x" * 10**6]),
     ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", 1.5),
+    ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["a"]), ("cache_salt", "x" * 2000),
     ("stream_options", 3), ("request_id", ""), ("request_id", "a\nb"), ("request_id", "x" * 1000),
 ])
 def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any) -> None:
