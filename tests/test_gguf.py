@@ -305,6 +305,36 @@ def test_a_llama_equals_transformers(kind: Kind, tied: bool, tmp_path: Path) -> 
     assert checkpoint.config["rope_theta"] == model.config.rope_parameters["rope_theta"]
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_qwen_equals_transformers(architecture: str, tmp_path: Path) -> None:
+    """Biases or norms of heads, and rows that nobody has put into another order."""
+    torch = pytest.importorskip("torch", reason="the reference, transformers, needs torch")
+    from transformers import AutoModelForCausalLM
+
+    from jaxpaged.models.registry import find_family
+
+    rng = np.random.default_rng(3)
+    tiny: dict[str, Any] = CONFIG | {"head_dim": 128 if architecture == "qwen3" else 16}  # transformers does not read Qwen3's
+    weights = random_weights(tiny)
+    for name, tensor in list(weights.items()):
+        if architecture == "qwen2" and any(f"self_attn.{part}_proj" in name for part in "qkv"):
+            weights[name.replace("weight", "bias")] = rng.standard_normal(len(tensor)).astype(np.float32)
+        if architecture == "qwen3" and "q_proj" in name:
+            for part in ("q_norm", "k_norm"):
+                norm = rng.standard_normal(tiny["head_dim"]).astype(np.float32)
+                weights[name.replace("q_proj", part)] = norm
+    path = write_gguf(tmp_path / "a.gguf", tiny, weights, architecture=architecture)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf", dtype=torch.float32)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.names() == set(reference.state_dict()) == set(weights)
+    for name, tensor in reference.state_dict().items():
+        np.testing.assert_array_equal(checkpoint.read(name), tensor.numpy())
+    assert checkpoint.config["architectures"] == [type(reference).__name__]
+    config = find_family(checkpoint.config).config_from_hf(checkpoint.config)
+    assert (config.attention_bias, config.qk_norm) == (architecture == "qwen2", architecture == "qwen3")
+    assert not config.attention_output_bias and config.head_dim == tiny["head_dim"]
+
+
 def test_config(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(
         tmp_path / "a.gguf", CONFIG, random_weights(CONFIG), Kind.F16, {"tokenizer.ggml.eot_token_id": 7}))

@@ -33,6 +33,8 @@ _STEMS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 
 
@@ -87,15 +89,15 @@ def finish(writer: gguf.GGUFWriter) -> None:
 def write_gguf(
     path: Path, config: dict[str, Any], weights: dict[str, np.ndarray],
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, metadata: dict[str, Any] | None = None,
-    extra: dict[str, np.ndarray] | None = None,
+    extra: dict[str, np.ndarray] | None = None, architecture: str = "llama",
 ) -> Path:
-    """Write the weights; matrices are stored as `kind`, q and k rows in the order of neighbouring rotary pairs.
+    """Write the weights; matrices are stored as `kind`, a Llama's q and k rows with neighbouring rotary pairs.
 
     Args:
         metadata: more values.
         extra: more float32 tensors under GGUF names.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -113,7 +115,7 @@ def write_gguf(
         add_value(writer, key, value)
     for name, tensor in weights.items():
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if part in name:
+            if part in name and architecture == "llama":
                 halves = tensor.reshape(config[heads], 2, config["head_dim"] // 2, *tensor.shape[1:])
                 tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
         stored = kind if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32

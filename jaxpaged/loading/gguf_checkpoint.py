@@ -25,25 +25,28 @@ class _Family:
     permuted: tuple[str, ...] = ()
 
 
+_STEMS = {
+    "token_embd": "model.embed_tokens",
+    "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
+    "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
+    "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
+    "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
+    "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
+    "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
+    "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
+    "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
+    "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_HEAD_NORMS = {
+    "blk.{i}.attn_q_norm": "model.layers.{i}.self_attn.q_norm",
+    "blk.{i}.attn_k_norm": "model.layers.{i}.self_attn.k_norm",
+}
 _FAMILIES = {
-    "llama": _Family(
-        "LlamaForCausalLM", "llama",
-        {
-            "token_embd": "model.embed_tokens",
-            "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
-            "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
-            "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
-            "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
-            "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
-            "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
-            "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
-            "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
-            "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-        },
-        permuted=("blk.{i}.attn_q", "blk.{i}.attn_k"),
-    ),
+    "llama": _Family("LlamaForCausalLM", "llama", _STEMS, permuted=("blk.{i}.attn_q", "blk.{i}.attn_k")),
+    "qwen2": _Family("Qwen2ForCausalLM", "qwen2", _STEMS),
+    "qwen3": _Family("Qwen3ForCausalLM", "qwen3", _STEMS | _HEAD_NORMS),
 }
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.")
 # Llama 3.1 and later: the file holds what the scaling does to each frequency, not the numbers it was made from. All
