@@ -314,7 +314,8 @@ def test_qwen_equals_transformers(architecture: str, tmp_path: Path) -> None:
     from jaxpaged.models.registry import find_family
 
     rng = np.random.default_rng(3)
-    tiny: dict[str, Any] = CONFIG | {"head_dim": 128 if architecture == "qwen3" else 16}  # transformers does not read Qwen3's
+    # Transformers does not read Qwen3's head_dim.
+    tiny: dict[str, Any] = CONFIG | {"head_dim": 128 if architecture == "qwen3" else 16}
     weights = random_weights(tiny)
     for name, tensor in list(weights.items()):
         if architecture == "qwen2" and any(f"self_attn.{part}_proj" in name for part in "qkv"):

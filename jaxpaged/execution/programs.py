@@ -183,9 +183,11 @@ class ProgramSet:
         """Memory that the largest step takes for itself, and what its sampling keeps between steps."""
         size = self._shape.sizes[-1]
         kept = jax.tree.leaves(self.processor_shapes(self._shape.max_num_seqs + 1))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) + max(
-            self.temporary_bytes(name) for name in (
-                ("forward", size), ("sample_full", self._shape.samples_of(size)), ("prompt_logprobs", SCORED_ROWS)))
+        names: list[ProgramName] = [("forward", size), ("sample_full", self._shape.samples_of(size)),
+                                    ("prompt_logprobs", SCORED_ROWS)]
+        with ThreadPoolExecutor(len(names)) as threads:  # on a GPU, seconds each
+            taken = threads.map(self.temporary_bytes, names)
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) + max(taken)
 
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
