@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.convert import main as convert
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.sharding import Partition, padded, partition_of, possible_sizes
 from jaxpaged.models.config import ModelConfig
@@ -30,6 +31,9 @@ SIZES = (1, 2, 4, 8)
 TOKENS, SEQS = 7, 4
 # Prompts in pieces, and too few blocks for what runs at once.
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS, "num_gpu_blocks_override": 10}
+
+SMALL_STEPS: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "num_gpu_blocks_override": 9,
+                               "enforce_eager": True}
 
 GREEDY = [(random_prompt(length, length), {"temperature": 0}, 24) for length in (1, 2, 15, 17, 33, 64)]
 SAMPLED = [
@@ -207,15 +211,18 @@ def test_every_size_is_shared_out_or_refused(group: int, kv_heads: int, size: in
 
 @pytest.fixture(scope="module")
 def odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Models whose sizes divide by little, and what they give on six and on four devices."""
+    """Models whose sizes divide by little, and what they give on six and on four devices; the second saved by Orbax."""
     folder, found, cases = tmp_path_factory.mktemp("odd"), [], []
     for size, heads, kv_heads in ((6, 6, 2), (4, 4, 1)):
         config = CONFIG | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8,
                            "intermediate_size": 91, "num_hidden_layers": 1}
         found.append(config)
+        model = write_model(folder / str(size), config)
+        if size == 4:
+            assert convert([str(model), str(folder / "orbax")]) == 0
+            model = folder / "orbax"
         cases.append({"size": size, "requests": [(random_prompt(20, seed), {"temperature": 0}, 30) for seed in (1, 2)],
-                      "engine": {"model": str(write_model(folder / str(size), config)), "max_num_seqs": 2,
-                                 "max_num_batched_tokens": 2, "num_gpu_blocks_override": 9, "enforce_eager": True}})
+                      "engine": {"model": str(model), **SMALL_STEPS}})
     return list(zip(found, run_cases(cases), strict=True))
 
 
@@ -227,6 +234,35 @@ def test_sizes_that_do_not_divide(odd_sizes: list[tuple[dict[str, Any], dict[str
     for seed, ids in enumerate(result["ids"], 1):
         assert reference.error(random_prompt(20, seed), ids, 30) is None
     assert len(set(result["pools"])) == 1 and result["pools"][0] == 9 * 16 * 8 * 2 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [
+    {"model_type": "mistral", "sliding_window": 21}, {"model_type": "qwen3", "head_dim": 24},
+    {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}],
+    ids=lambda changes: changes["model_type"])
+def test_other_families(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Windows, norms of heads and biases on two devices, against transformers."""
+    torch = pytest.importorskip("torch", reason="the reference, transformers, needs torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.reference_model import ReferenceModel
+
+    folder = write_model(tmp_path / "model")
+    sizes = {key: TINY[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                        "num_attention_heads", "num_key_value_heads", "max_position_embeddings")}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes | {"eos_token_id": 256} | changes))
+    for name, parameter in model.named_parameters():
+        scale = 1.0 if "embed" in name else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
+        parameter.data = ("norm" in name) + scale * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    prompts = [random_prompt(length, length) for length in (10, 60)]
+    [result] = run_cases([{"size": 2, "engine": {"model": str(folder), **SMALL_STEPS},
+                           "requests": [(prompt, {"temperature": 0}, 30) for prompt in prompts]}])
+    for prompt, ids in zip(prompts, result["ids"], strict=True):
+        reference = ReferenceModel(folder).check(prompt, ids)
+        assert len(ids) == 30 and compare_ids(ids, reference.ids, reference.gaps) is None
 
 
 def test_devices_that_are_not_there() -> None:
