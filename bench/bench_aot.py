@@ -38,8 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
 }
 FEW, DECODE, PREFILL = 16, 64, 8192  # below 32 tokens attention has smaller tiles
-PROGRAMS = (("forward", FEW), ("forward", DECODE), ("forward", PREFILL), ("sample", 256))
-KERNELS = "paged_attention|rotary_kv_write|sampler"
+PROGRAMS = (("forward", FEW), ("forward", DECODE), ("forward", PREFILL), ("sample", 256), ("sample_full", 256))
+KERNELS = "paged_attention|rotary_kv_write|sampler|top_tokens"
 PER_LAYER_KERNEL = "paged_attention_combine"  # one in each layer, after everything that the layers share
 
 

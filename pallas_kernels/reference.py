@@ -118,3 +118,9 @@ def sample(
         above = jnp.sum(jnp.where(relative[None, :] > relative[:, None], mass[None, :], 0), axis=1)
         kept &= above < top_p * mass.sum()
     return jnp.argmax(jnp.where(kept, scaled + jax.random.gumbel(key, logits.shape), -jnp.inf))
+
+
+def top_tokens(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of [B, V] in order, of equals the first first: values, and their columns."""
+    order = jnp.argsort(-logits, axis=1, stable=True)[:, :count]
+    return jnp.take_along_axis(logits, order, axis=1), order.astype(jnp.int32)

@@ -50,21 +50,44 @@ def sample(
     target: GpuTarget,
 ) -> tuple[jax.Array, jax.Array]:
     """Ids [B] int32, FAILED where a row's logits are not finite, and `last_id` with them at their slots, at least 0."""
+    ids, last_id = _launch(logits, parameters, slot, position, last_id, target, tells_lowest=False)
+    return ids, last_id
+
+
+def sample_and_tell(
+    logits: jax.Array,  # [B, V] float32
+    parameters: SlotParameters,
+    slot: jax.Array,  # [B] int32
+    position: jax.Array,  # [B] int32
+    last_id: jax.Array,  # [slots] int32
+    *,
+    target: GpuTarget,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `sample`, and the lowest logit [B] float32 that a row was drawn from; minus infinity for greedy rows."""
+    ids, last_id, lowest = _launch(logits, parameters, slot, position, last_id, target, tells_lowest=True)
+    return ids, last_id, lowest
+
+
+def _launch(
+    logits: jax.Array, parameters: SlotParameters, slot: jax.Array, position: jax.Array, last_id: jax.Array,
+    target: GpuTarget, *, tells_lowest: bool,
+) -> tuple[jax.Array, ...]:
     rows, vocab = logits.shape
     assert logits.dtype == jnp.float32 and slot.shape == position.shape == (rows,), (logits, slot, position)
     tiles = SAMPLER[target.generation]
     block = min(tiles.block, max(16, 1 << (vocab - 1).bit_length()))
-    ids, last_id = launch(
+    outputs = [jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct(last_id.shape, jnp.int32)]
+    outputs += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * tells_lowest
+    return tuple(launch(
         partial(_kernel, block=block),
         logits, *parameters, slot, position, last_id,
         name="sampler",
         grid=(rows,),
-        out_shape=(jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct(last_id.shape, jnp.int32)),
+        out_shape=outputs,
         aliases={9: 1},
         num_warps=tiles.num_warps,
         interpret=target.interpret,
-    )
-    return ids, last_id
+    ))
 
 
 def _kernel(
@@ -80,6 +103,7 @@ def _kernel(
     _: Any,  # [slots], the memory of last_id_ref
     ids_ref: Any,  # [B]
     last_id_ref: Any,  # [slots]
+    lowest_ref: Any = None,  # [B]
     *,
     block: int,
 ) -> None:
@@ -162,6 +186,14 @@ def _kernel(
         return _keep_better(*carry, perturbed, index)
 
     drawn = _best(lax.fori_loop(0, _trips(drawing, trips), draw, _nothing(block)), vocab)[1]
+    if lowest_ref is not None:
+        def find_lowest(step: Any, lowest: jax.Array) -> jax.Array:
+            _, _, far = distances(step)
+            return jnp.minimum(lowest, jnp.where(far <= limit, read(step)[1], jnp.inf))
+
+        lowest = lax.fori_loop(0, _trips(drawing, trips), find_lowest, jnp.full(block, jnp.inf, jnp.float32))
+        lowest_ref[row] = jnp.where(drawing, jnp.min(lowest), -jnp.inf)
+
     token = jnp.where(drawing, drawn, greedy)
     finite = (highest < jnp.inf) & (highest > -jnp.inf)
     ids_ref[row] = jnp.where(finite, token, FAILED)

@@ -93,3 +93,16 @@ SAMPLER: dict[str, SamplerTiles] = {
     "ada": SamplerTiles(4096, 8),
     "hopper": SamplerTiles(4096, 8),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokensTiles:
+    """A run of columns that a program of `top_tokens` holds in registers."""
+
+    block: int
+    num_warps: int
+
+
+TOP_TOKENS: dict[str, TopTokensTiles] = {
+    generation: TopTokensTiles(2048, 4) for generation in ("ampere", "ada", "hopper")
+}

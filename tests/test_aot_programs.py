@@ -62,11 +62,21 @@ def test_steps_run_in_place_in_one_graph(model: str, gpu: str, compiled: tuple[s
 
 
 def test_sampling_is_one_launch_without_temporaries(compiled: tuple[str, list[Row]]) -> None:
-    rows = [row for row in compiled[1] if row.program.startswith("sample")]
+    rows = [row for row in compiled[1] if row.program.startswith("sample[")]
     assert len(rows) == len(GPUS) * len(MODELS)
     for row in rows:
         assert row.launches == 1 and row.temporary_bytes == 0, row
         assert [kernel["name"] for kernel in row.kernels] == ["sampler"] and row.kernels[0]["spill_bytes"] == 0
+
+
+def test_full_sampling_is_one_graph(compiled: tuple[str, list[Row]]) -> None:
+    """No sort, no loop and no branch: all of it is launched at once."""
+    rows = [row for row in compiled[1] if row.program.startswith("sample_full")]
+    assert len(rows) == len(GPUS) * len(MODELS)
+    for row in rows:
+        assert row.graphs == 1 and not row.outside_graphs, row
+        assert {kernel["name"] for kernel in row.kernels} >= {"sampler", "top_tokens"}
+        assert not any(kernel["spill_bytes"] for kernel in row.kernels), row
 
 
 def tables(text: str) -> tuple[dict[tuple[str, ...], dict[str, str]], ...]:

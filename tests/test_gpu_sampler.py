@@ -1,6 +1,7 @@
-"""The sampler kernel, interpreted, against the CPU path's very draws, the specification and the distribution."""
+"""The sampler's kernels, interpreted, against the CPU path's very draws, the specification and the distribution."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.execution.aot import analyse, dump_options, no_persistent_cache
+from jaxpaged.execution.full_sampler import sample_full, sample_full_in_kernels
+from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
+from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.sampler import sample as sample_with_xla
 from jaxpaged.execution.sampler import state_of
+from jaxpaged.messages import EngineRequest
 from jaxpaged.pallas_kernels import reference
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.sampler import FAILED, SlotParameters, sample
-from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN
+from jaxpaged.pallas_kernels.top_tokens import top_tokens
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, NO_TOKEN_LEFT
 from tests.compile_only import compile_only_device
 
 INTERPRET = GpuTarget((9, 0), 132, interpret=True)
 ROWS, SLOTS, VOCAB = 8, 11, 2500  # two blocks, the second part empty
 
 run_xla = jax.jit(sample_with_xla)
+full_with_xla = jax.jit(sample_full, static_argnames=("num_top", "processed_logprobs"))
+full_in_kernels = jax.jit(sample_full_in_kernels, static_argnames=("num_top", "processed_logprobs", "target"))
 
 
 @jax.jit
@@ -141,6 +150,68 @@ def test_greedy_rows_take_the_first_of_the_best() -> None:
     found = draw(logits, make_parameters(np.random.default_rng(6), temperature=0), np.zeros(ROWS, np.int32),
                  np.zeros(ROWS, np.int32))
     assert found.tolist() == list(range(2100, 2100 + ROWS))
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(5000, 32), (40, 32), (2049, 3), (3000, 1200)])
+def test_the_best_tokens_in_order(vocab: int, count: int) -> None:
+    """Ties, minus infinities, several runs and several passes; as the specification and as `lax.top_k`."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-4, 5, (4, vocab)).astype(np.float32) * 1.5
+    logits[1] = rng.normal(0, 1e6, vocab)
+    logits[2, 1:] = -np.inf
+    logits[3] -= 100
+    found = jax.jit(partial(top_tokens, count=count, target=INTERPRET))(
+        jnp.asarray(logits), wanted=jnp.array([True, True, True, False]))
+    for wanted in (reference.top_tokens(jnp.asarray(logits), count), jax.lax.top_k(logits, count)):
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(one)[:3], np.asarray(other)[:3])
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "logprobs": 0},
+    {"temperature": 1.3, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "logit_bias": {7: 100, 9: -100}, "logprobs": 1}, {"temperature": 0.7, "min_p": 0.02},
+    {"temperature": 1.0, "allowed_token_ids": [3, 4, 2400], "logprobs": 2}, {"temperature": 0.0, "min_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_everything_at_once_is_as_on_the_cpu(processed: bool) -> None:
+    """Ids, counts and log probabilities of rows that ask for all kinds of things; dead ends and failures too."""
+    rng = np.random.default_rng(7)
+    requests = [EngineRequest(str(row), (1, 5, 5), SamplingParams(**params), 30, frozenset({11}), seed=row,
+                              bad_word_ids=((5, 2),) if row == 2 else ())
+                for row, params in enumerate(PARAMS)]
+    processors = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(
+        processors_of(request, (1, 5, 5), (5, 8), VOCAB) for request in requests), *(
+        neutral_processors(1, VOCAB) for _ in range(SLOTS - len(requests))))
+    state = jax.tree.map(jnp.asarray, state_of(requests, SLOTS))
+    slot = jnp.asarray([6, 2, 0, 5, 1, 3, 4, 10])
+    allowed = jnp.asarray(neutral_allowed(ROWS, VOCAB)).at[1].set(0)  # a dead end
+    both = []
+    for position in range(3):
+        logits = rng.normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
+        logits[4, 3] = np.nan
+        at = jnp.full(ROWS, 5 + position)
+        ids, after, packed = full_with_xla(
+            logits, jax.tree.map(lambda leaf: leaf[slot], state), processors, slot, at, allowed, num_top=8,
+            processed_logprobs=processed)
+        found = full_in_kernels(logits, state, processors, jnp.full(SLOTS, 99), slot, at, allowed, num_top=8,
+                                processed_logprobs=processed, target=INTERPRET)
+        np.testing.assert_array_equal(found[0], ids)
+        assert int(ids[1]) == NO_TOKEN_LEFT and int(ids[4]) == FAILED_TOKEN
+        jax.tree.map(np.testing.assert_array_equal, found[1], after)
+        assert np.asarray(found[2])[np.asarray(slot)].tolist() == np.maximum(ids, 0).tolist()
+        wants = np.asarray(state.logprobs)[np.asarray(slot)]
+        assert not np.asarray(found[3])[~wants].any()
+        for row in np.flatnonzero(wants & (np.asarray(ids) >= 0)):
+            one, other = (unpack_row(np.asarray(packed)[row], 8) for packed in (found[3], packed))
+            assert one.rank == other.rank and one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            np.testing.assert_allclose([value for _, value in one.top], [value for _, value in other.top], atol=1e-4)
+        both.append(ids)
+        processors = after
+    assert len(np.unique(np.asarray(both))) > 6
 
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])

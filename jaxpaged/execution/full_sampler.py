@@ -1,5 +1,7 @@
 """The full variant of the sampler: what only some requests want, so that batches without them pay for none of it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,6 +10,10 @@ from jaxpaged.execution.logit_processors import ProcessorState, note_tokens, pro
 from jaxpaged.execution.logprobs import packed_logprobs, packed_width
 from jaxpaged.execution.sampler import SamplingState, keep_mask, sample
 from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
+from jaxpaged.pallas_kernels.lowering import GpuTarget
+from jaxpaged.pallas_kernels.sampler import SlotParameters, sample_and_tell
+from jaxpaged.pallas_kernels.sampler import sample as sample_in_kernel
+from jaxpaged.pallas_kernels.top_tokens import top_tokens
 from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, NO_TOKEN_LEFT
 
 
@@ -48,6 +54,36 @@ def sample_full(
     nothing = jnp.zeros((logits.shape[0], packed_width(num_top)), jnp.int32)
     return (ids, note_tokens(processors, slot, active, ids, vocabulary),
             lax.cond(jnp.any(state.logprobs), tell, lambda: nothing))
+
+
+def sample_full_in_kernels(
+    logits: jax.Array, state: SamplingState, processors: ProcessorState, last_id: jax.Array, slot: jax.Array,
+    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, target: GpuTarget,
+) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
+    """As `sample_full`, for a GPU: without a sort, a loop or a branch, each of which would cut its CUDA graph.
+
+    Args:
+        state: of all slots, as `processors`.
+        last_id: [slots] int32.
+
+    Returns:
+        Ids, the processors' state, `last_id` with the ids at their slots, and `packed_logprobs`, zeros in rows that do
+        not want them.
+    """
+    active, wanted = jnp.asarray(state.processed)[slot], jnp.asarray(state.logprobs)[slot]
+    processed = process_logits(logits, processors, slot, active, position, step_allowed, branches=False)
+    parameters = SlotParameters(*(jnp.asarray(getattr(state, name)) for name in SlotParameters._fields))
+    told = logits
+    if processed_logprobs:
+        ids, last_id, lowest = sample_and_tell(processed, parameters, slot, position, last_id, target=target)
+        temperature = parameters.temperature[slot]
+        scaled = processed / jnp.where(temperature > 0, temperature, 1)[:, None]
+        told = jnp.where(processed >= lowest[:, None], scaled, -jnp.inf)
+    else:
+        ids, last_id = sample_in_kernel(processed, parameters, slot, position, last_id, target=target)
+    ids = jnp.where((ids == FAILED_TOKEN) & _sound(logits, WHOLE), NO_TOKEN_LEFT, ids)
+    packed = packed_logprobs(told, ids, num_top, best=partial(top_tokens, wanted=wanted, target=target))
+    return ids, note_tokens(processors, slot, active, ids), last_id, jnp.where(wanted[:, None], packed, 0)
 
 
 def _sound(logits: jax.Array, vocabulary: Vocabulary) -> jax.Array:

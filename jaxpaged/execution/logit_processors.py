@@ -111,7 +111,7 @@ def processors_of(
 
 def process_logits(
     logits: jax.Array, state: ProcessorState, slot: jax.Array, active: jax.Array, position: jax.Array,
-    step_allowed: jax.Array, vocabulary: Vocabulary = WHOLE,
+    step_allowed: jax.Array, vocabulary: Vocabulary = WHOLE, *, branches: bool = True,
 ) -> jax.Array:
     """The logits that are drawn from; minus infinity for what must not come.
 
@@ -126,6 +126,7 @@ def process_logits(
         position: [B] int32, that the new token will have.
         step_allowed: [B, W] uint32, tokens that may come in this very step, whatever `active` says.
         vocabulary: how devices share the logits, and the counts with them.
+        branches: leave out what no row asks for. On a GPU each branch would cut the program's CUDA graph in two.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
     repetition = jnp.where(active, state.repetition[slot], 1)
@@ -162,7 +163,7 @@ def process_logits(
         (jnp.any(last >= 0), forbid_words),
         (jnp.any(bits != _ALL), forbid_tokens),
     ):
-        logits = lax.cond(wanted, change, lambda same: same, logits)
+        logits = lax.cond(wanted, change, lambda same: same, logits) if branches else change(logits)
     return logits
 
 

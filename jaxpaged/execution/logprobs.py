@@ -3,6 +3,7 @@
 On the device they are packed into one int32 array, so that reading them is one transfer.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,11 @@ from jaxpaged.messages import TokenLogprobs
 NUM_TOP = 32  # alternatives found at least: a beam search of width 16 wants twice as many
 
 
+BestTokens = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # see `best_tokens`
+
+
 def packed_logprobs(
-    logits: jax.Array, ids: jax.Array, num_top: int, vocabulary: Vocabulary = WHOLE
+    logits: jax.Array, ids: jax.Array, num_top: int, vocabulary: Vocabulary = WHOLE, best: BestTokens | None = None
 ) -> jax.Array:
     """Log probabilities of one token per row and of the row's best tokens.
 
@@ -26,6 +30,7 @@ def packed_logprobs(
         ids: [B] int32, the tokens that are there.
         num_top: number of alternatives, at most V.
         vocabulary: how devices share the logits.
+        best: in place of `best_tokens`.
 
     Returns:
         [B, 2 + 2 * num_top] int32: logprob, rank, ids of the best, their logprobs; floats as their bits.
@@ -37,7 +42,7 @@ def packed_logprobs(
     here = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=0)
     chosen = vocabulary.sum("chosen", here)
     rank = 1 + vocabulary.sum("rank", jnp.sum(logits > chosen, axis=-1, keepdims=True, dtype=jnp.int32))
-    values, top = best_tokens(logits, num_top, vocabulary)
+    values, top = best_tokens(logits, num_top, vocabulary) if best is None else best(logits, num_top)
     return jnp.concatenate([_bits(chosen - total), rank, top, _bits(values - total)], axis=1)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged.execution.full_sampler import sample_full
+from jaxpaged.execution.full_sampler import sample_full, sample_full_in_kernels
 from jaxpaged.execution.logit_processors import ProcessorState
 from jaxpaged.execution.logprobs import packed_logprobs
 from jaxpaged.execution.sampler import SamplingState, sample
@@ -24,6 +24,7 @@ from jaxpaged.models.transformer import Pools, Transformer
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.sampler import SlotParameters
 from jaxpaged.pallas_kernels.sampler import sample as sample_in_kernel
+from jaxpaged.pallas_kernels.top_tokens import top_tokens
 
 Params = dict[Any, Any]
 
@@ -106,7 +107,9 @@ class StepFunctions:
     def score(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
         """Log probabilities of prompt tokens."""
         forward, vocabulary = self.forward(size, samples_all=True), self.placement.vocabulary
-        num_top = self.num_top
+        num_top, best = self.num_top, None
+        if self.target is not None and not self.placement.mesh:
+            best = partial(top_tokens, wanted=jnp.ones(size, jnp.bool_), target=self.target)
 
         def score(
             params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
@@ -114,7 +117,8 @@ class StepFunctions:
             """As a step of `size` rows, all known; log probabilities of the ids [size] at the end of `packed`."""
             no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
             logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
-            return pools, block_table, packed_logprobs(logits, packed[4 * size :], num_top, vocabulary)
+            told = packed_logprobs(logits, packed[4 * size :], num_top, vocabulary, best)
+            return pools, block_table, told
 
         return score
 
@@ -141,6 +145,9 @@ class StepFunctions:
 
     def full_sample(self) -> Callable[..., tuple[jax.Array, ProcessorState, jax.Array, jax.Array]]:
         """Draws with everything that a request can ask for."""
+        if self.target is not None and not self.placement.mesh:
+            return partial(_sample_full_in_kernels, num_top=self.num_top, target=self.target,
+                           processed_logprobs=self.shape.processed_logprobs)
         return partial(_sample_full, num_top=self.num_top, processed_logprobs=self.shape.processed_logprobs,
                        vocabulary=self.placement.vocabulary)
 
@@ -178,6 +185,15 @@ def _sample_full(
         logits, rows, processors, slot, position, step_allowed, num_top=num_top, processed_logprobs=processed_logprobs,
         vocabulary=vocabulary)
     return ids, processors, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
+
+
+def _sample_full_in_kernels(
+    state: SamplingState, processors: ProcessorState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
+    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, target: GpuTarget,
+) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
+    """As `_sample_full`."""
+    return sample_full_in_kernels(logits, state, processors, last_id, slot, position, step_allowed, num_top=num_top,
+                                  processed_logprobs=processed_logprobs, target=target)
 
 
 def admit_full(state: ProcessorState, rows: ProcessorState, slot: jax.Array) -> ProcessorState:
