@@ -271,3 +271,13 @@ def test_devices_that_are_not_there() -> None:
     select_device("cpu")
     with pytest.raises(ConfigError, match="--tensor-parallel-size 64 needs 64 cpu devices, there are"):
         select_device("cpu", EngineConfig(tensor_parallel_size=64).tensor_parallel_size)
+
+
+def test_each_device_has_the_alibi_slopes_of_its_own_heads() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.sharded_alibi"], cwd=ROOT, capture_output=True, text=True,
+                          timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    *found, without = (np.array(logits) for logits in json.loads(done.stdout.splitlines()[-1]))
+    for logits in found[1:]:
+        np.testing.assert_allclose(logits, found[0], atol=2e-5)
+    assert np.abs(found[0] - without).max() > 0.01
