@@ -1,4 +1,4 @@
-"""A process with eight CPU devices that runs one step of a model with ALiBi on 1, 2, 4 and 8 of them.
+"""A process with eight CPU devices that runs one step of a model with ALiBi on 1, 4 and 8 of them.
 
 `python -m tests.sharded_alibi` prints the logits of each as JSON, and last those without ALiBi. No checkpoint that can
 be loaded has it yet, so the model is made here.
@@ -19,7 +19,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import find_family
 
 FAMILY = find_family({"architectures": ["LlamaForCausalLM"]})
-CONFIG = ModelConfig("test", num_layers=2, model_dim=32, num_heads=8, num_kv_heads=4, head_dim=16, mlp_dim=48,
+CONFIG = ModelConfig("test", num_layers=1, model_dim=32, num_heads=8, num_kv_heads=4, head_dim=16, mlp_dim=48,
                      vocab_size=64, max_model_len=64, alibi=True)
 TOKENS, SLOTS = 16, 2
 
@@ -51,7 +51,7 @@ def logits(config: ModelConfig, size: int) -> np.ndarray:
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    found = [logits(CONFIG, size).tolist() for size in (1, 2, 4, 8)]
+    found = [logits(CONFIG, size).tolist() for size in (1, 4, 8)]
     print(json.dumps([*found, logits(CONFIG.replace(alibi=False), 1).tolist()]))
 
 

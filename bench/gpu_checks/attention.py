@@ -1,0 +1,144 @@
+"""Attention's speed: decode over the rate of reading memory, prompts over that of a large matrix product."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.gpu_checks.report import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    Report,
+    gpu_target,
+    matmul_rate,
+    median_seconds,
+    read_rate,
+)
+
+UNROLLED = 8  # calls in one program, so that launching them costs next to nothing
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's arrays: pieces of (context, new tokens) in slots of their own, pages in random order."""
+
+    q: Any
+    pages: Any
+    table: Any
+    slot: Any
+    position: Any
+
+    @classmethod
+    def make(cls, pieces: list[tuple[int, int]], *, heads: int = HEADS, kv_heads: int = KV_HEADS,
+             head_dim: int = HEAD_DIM, page: int = PAGE, dtype: Any = "bfloat16", random: bool = True) -> "Step":
+        """`random`: pages full of random numbers, else one page over and over, which makes large pools faster."""
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled, quantize
+
+        rng = np.random.default_rng(0)
+        counts = [-(-context // page) for context, _ in pieces]
+        num_pages = sum(counts) + 1
+        order = rng.permutation(num_pages - 1) + 1
+        table = np.zeros((len(pieces) + 1, max(counts)), np.int32)
+        first = 0
+        for row, count in enumerate(counts):
+            table[row, :count] = order[first : first + count]
+            first += count
+        slot = np.concatenate([np.full(new, row) for row, (_, new) in enumerate(pieces)]).astype(np.int32)
+        position = np.concatenate([np.arange(context - new, context) for context, new in pieces]).astype(np.int32)
+        dtype = jnp.dtype(dtype)
+        wide = dtype if dtype.itemsize > 1 else jnp.dtype("bfloat16")
+
+        def pool(seed: int) -> Any:
+            held = num_pages if random else 1
+            made = jax.random.normal(jax.random.key(seed), (held, page, kv_heads, head_dim), jnp.float32).astype(wide)
+            stored, scale = quantize(made, dtype) if is_scaled(dtype) else (made, None)
+            stored = jnp.broadcast_to(stored, (num_pages, *stored.shape[1:]))
+            return stored, None if scale is None else jnp.broadcast_to(scale.swapaxes(1, 2),
+                                                                       (num_pages, kv_heads, page))
+
+        (k, k_scale), (v, v_scale) = (jax.jit(pool, static_argnums=0)(seed) for seed in (1, 2))
+        q = jax.random.normal(jax.random.key(3), (slot.size, heads, head_dim), jnp.float32).astype(wide)
+        return cls(q, KVPages(k, v, k_scale, v_scale), *map(jnp.asarray, (table, slot, position)))
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pages if pool is not None)
+
+
+def attention(step: Step, target: Any, *, rule: Any = None, bias: Any = None, calls: int = 1) -> Any:
+    """The engine's attention as a jitted function of (q, pages, table, slot, position), so many times in a row."""
+    import jax
+
+    from jaxpaged.pallas_kernels import paged_attention
+    from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
+    from jaxpaged.pallas_kernels.work_list import make_work_list
+
+    heads, kv_heads, head_dim = step.q.shape[1], step.pages.k.shape[2], step.q.shape[2]
+    rule, bias = rule or AttentionRule(head_dim**-0.5), bias or HeadBias()
+    tiles = paged_attention.choose_tiles(target, step.slot.size, heads // kv_heads, head_dim, step.pages.k.dtype)
+    slots = step.table.shape[0] - 1
+    sizes = paged_attention.work_sizes(target, tiles, step.slot.size, slots, heads, kv_heads)
+
+    @jax.jit  # traced once for all calls
+    def attend(q: Any, pages: Any, table: Any, work: Any) -> Any:
+        return paged_attention.paged_attention(q, pages, table, work, rule, bias, tiles=tiles, target=target)
+
+    def run(q: Any, pages: Any, table: Any, slot: Any, position: Any) -> Any:
+        work = make_work_list(slot, position, slots, sizes, rule.window)
+        for _ in range(calls):
+            q = attend(q, pages, table, work)
+        return q
+
+    compiled = jax.jit(run).lower(step.q, step.pages, step.table, step.slot, step.position).compile()
+    return lambda: compiled(step.q, step.pages, step.table, step.slot, step.position)
+
+
+def check_decode(report: Report) -> None:
+    """Bytes of KV per second over the rate of reading memory."""
+    import jax
+
+    target = gpu_target(report.smoke)
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 2**40)
+    sizes = [(2, 40)] if report.smoke else [(64, 8192), (1, 8192), (16, 8192), (64, 1024), (256, 1024), (16, 32768),
+                                            (256, 8192), (1, 32768), (16, 1024), (1, 1024), (64, 32768), (256, 32768)]
+
+    def measure(contexts: list[int], calls: int, target: Any = target) -> dict[str, Any]:
+        sum_bytes = 2 * 2 * KV_HEADS * HEAD_DIM * sum(contexts)
+        if sum_bytes > 0.8 * memory:
+            return {"skipped": f"{sum_bytes / 1e9:.0f} GB of KV do not fit"}
+        step = Step.make([(context, 1) for context in contexts], random=report.smoke)
+        seconds = median_seconds(attention(step, target, calls=calls)) / calls
+        return {"us": 1e6 * seconds, "gb_per_s": sum_bytes / seconds / 1e9,
+                "of_read_rate": sum_bytes / seconds / read_rate(report.smoke), "kv_mb": sum_bytes / 1e6}
+
+    calls = 1 if report.smoke else UNROLLED
+    for batch, context in sizes:
+        report.run(f"decode {batch} x {context}", functools.partial(measure, [context] * batch, calls), 4)
+        if target.has_mosaic and not report.smoke and (batch, context) in ((1, 8192), (16, 8192)):
+            mosaic = functools.partial(measure, [context] * batch, calls, replace(target, mosaic=True))
+            report.run(f"decode {batch} x {context} by Mosaic", mosaic, 4)
+        if (batch, context) == (64, 8192):
+            ragged = [1 + (row * 7919) % 16384 for row in range(64)]
+            report.run("decode 64 x 1 to 16384", functools.partial(measure, ragged, calls), 4)
+
+
+def check_prefill(report: Report) -> None:
+    """Operations of causal attention per second over the rate of a large matrix product."""
+    target = gpu_target(report.smoke)
+
+    def measure(pieces: list[tuple[int, int]]) -> dict[str, Any]:
+        step = Step.make(pieces)
+        seconds = median_seconds(attention(step, target), repeats=3)
+        pairs = sum(new * (context - new) + new * (new + 1) / 2 for context, new in pieces)
+        rate = 4 * HEADS * HEAD_DIM * pairs / seconds
+        return {"us": 1e6 * seconds, "tflop_per_s": rate / 1e12, "of_matmul_rate": rate / matmul_rate(report.smoke)}
+
+    cases = {"prefill 32": [(32, 32)]} if report.smoke else {
+        "prefill 8192": [(8192, 8192)], "prefill 2048 after 6144": [(8192, 2048)],
+        "prefill 4 x 2048": [(2048, 2048)] * 4}
+    for name, pieces in cases.items():
+        report.run(name, functools.partial(measure, pieces), 4)
