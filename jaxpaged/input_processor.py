@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxpaged.errors import ConfigError, ContextLengthError, NotSupportedError, 
 from jaxpaged.messages import EngineRequest
 from jaxpaged.output_processor import sequence_ids
 from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BEAM_CANDIDATES, SamplingParams, StructuredOutputsParams
-from jaxpaged.structured_outputs import GrammarChecker, grammar_of
+from jaxpaged.structured_outputs import GrammarChecker
 from jaxpaged.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
@@ -54,17 +54,19 @@ class InputProcessor:
         eos_token_ids: ids that end a text: those of the tokenizer, the model's and the generation config together.
         default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
         takes_priorities: whether the engine's policy looks at them; if not, any but 0 is refused.
+        make_grammar: how to check and compile what a text must look like, where not here.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, kv_capacity: int,
                  max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
-                 default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False) -> None:
+                 default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False,
+                 make_grammar: Callable[[StructuredOutputsParams], str] | None = None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._kv_capacity = kv_capacity
         self._max_logprobs = max_logprobs
-        self._grammars = GrammarChecker()
+        self._make_grammar = make_grammar or GrammarChecker().grammar
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._takes_priorities = takes_priorities
@@ -121,7 +123,7 @@ class InputProcessor:
         stop_token_ids = eos.union(params.stop_token_ids or ())
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         self._check_token_ids(params)
-        grammar = self._grammar(params.structured_outputs)
+        grammar = None if params.structured_outputs is None else self.grammar(params.structured_outputs)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
         if params.use_beam_search:
@@ -219,15 +221,16 @@ class InputProcessor:
             if ids and max(ids) >= self._vocab_size:
                 raise RequestError(f"token ids in {name} must be below {self._vocab_size}", param=name)
 
-    def _grammar(self, wanted: StructuredOutputsParams | None) -> str | None:
-        if wanted is None:
-            return None
+    def grammar(self, wanted: StructuredOutputsParams) -> str:
+        """The grammar of a constraint; it is remembered, so that asking before `process` takes the time from there.
+
+        Raises:
+            RequestError: it cannot be compiled, or not with this tokenizer.
+        """
         if self._needed_tokenizer("structured_outputs").byte_rule is None:
             raise NotSupportedError("structured_outputs is not supported with this tokenizer",
                                     param="structured_outputs")
-        grammar = grammar_of(wanted)
-        self._grammars.check(grammar)
-        return grammar
+        return self._make_grammar(wanted)
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """How the words can be spelled, at the beginning of a text and after a space."""

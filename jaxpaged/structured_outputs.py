@@ -1,7 +1,8 @@
 """What a client may ask a text to look like, as a grammar for llguidance, checked before anything is scheduled.
 
-A grammar here is llguidance's JSON text. Its compiler is bounded by fuel, so that no grammar holds a thread for long;
-the limits on a client's text keep also that short.
+A grammar here is llguidance's JSON text. The compiler's own limits, in fuel, and those on a client's text keep nearly
+all of it short; some keywords (`multipleOf` a large number) cost what their value says, so that a server compiles in a
+process that it can end.
 """
 
 import json
@@ -60,6 +61,16 @@ class GrammarChecker:
         self._good: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
         self._bytes: Any = None
+
+    def grammar(self, wanted: StructuredOutputsParams) -> str:
+        """The grammar of a constraint, known to be good.
+
+        Raises:
+            RequestError: there is none, it cannot be compiled, or it allows nothing.
+        """
+        grammar = grammar_of(wanted)
+        self.check(grammar)
+        return grammar
 
     def check(self, grammar: str) -> None:
         """Compile it for a vocabulary of single bytes.

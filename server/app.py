@@ -56,6 +56,7 @@ _Body = TypeVar("_Body", bound=Body)
 COMPLETION_MAX_TOKENS = 16
 RETRY_AFTER_SECONDS = "1"
 TOKENISE_THREADS = 2
+GRAMMAR_THREADS = 2
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 
 
@@ -79,12 +80,14 @@ class Api:
                  embeddings: bool = False) -> None:
         self.config = config
         self._client, self._inputs, self._metrics = client, inputs, metrics
-        self._names, self._info, self._defaults = tuple(names), info, defaults
+        self.names, self._info, self._defaults = tuple(names), info, defaults
         self._tokenizer, self._embeddings = tokenizer, embeddings
         self._created = int(time.time())
         self._bodies = BodyReader()
         self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len)
         self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
+        # Apart: a grammar may take its time, and prompts must not wait for it.
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._page = page_response()
         self._refusal: str | None = None
 
@@ -94,7 +97,8 @@ class Api:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._grammar_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, request: Request) -> Response:
         """200 while the engine is alive, makes progress and takes requests; 503 otherwise."""
@@ -118,7 +122,7 @@ class Api:
         """The block pool, block by block, and what the engine is busy with."""
         self._check_serving()
         pool = await self._client.pool_state()
-        return json_response(to_json(engine_state(self._names[0], self._info, pool, self._metrics)))
+        return json_response(to_json(engine_state(self.names[0], self._info, pool, self._metrics)))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Share nothing that has been computed so far with requests that come later."""
@@ -129,7 +133,7 @@ class Api:
     async def models(self, request: Request) -> Response:
         """The names of the model."""
         self._check_serving()
-        return json_response(to_json({"object": "list", "data": [self._card(name) for name in self._names]}))
+        return json_response(to_json({"object": "list", "data": [self._card(name) for name in self.names]}))
 
     async def model(self, request: Request) -> Response:
         """One name of the model."""
@@ -211,7 +215,7 @@ class Api:
                 outputs = sorted(await stream.get_all(), key=lambda output: places[output.request_id])
         finally:
             self._client.close(stream)
-        answer = partial(embedding_answer, body, body.model or self._names[0], outputs)
+        answer = partial(embedding_answer, body, body.model or self.names[0], outputs)
         return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, answer))
 
     async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
@@ -222,6 +226,8 @@ class Api:
         stream = self._client.admit(len(prompts) * params.num_sequences)
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
+                if params.structured_outputs is not None:
+                    await self._beside(stream, self._grammar_threads, self._inputs.grammar, params.structured_outputs)
                 requests = await self._submit(stream, prepare, ordinal, prompts)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,
@@ -230,7 +236,7 @@ class Api:
                 name = body.request_id or request.headers.get("x-request-id", "")[:128] or ordinal
                 shape = AnswerShape(
                     chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
-                    model=body.model or self._names[0], num_choices=len(requests) * params.n,
+                    model=body.model or self.names[0], num_choices=len(requests) * params.n,
                     token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params),
                     prompt_logprobs=body.prompt_logprobs is not None)
                 echo = Echo(self._tokenizer, logprobs=params.logprobs is not None) if body.echoes else None
@@ -241,19 +247,24 @@ class Api:
         except BaseException:
             self._client.close(stream)
             raise
-        return EventStream(call.events(body.include_usage), lambda: self._client.close(stream))
+        return EventStream(call.events(body.include_usage, body.continuous_usage), lambda: self._client.close(stream))
 
     async def _submit(self, stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
                       prompts: Sequence[object]) -> list[ProcessedRequest]:
-        stream.preparing = asyncio.get_running_loop().run_in_executor(
-            self._threads, _prepare_all, stream, prepare, ordinal, prompts)
+        requests: list[ProcessedRequest] = await self._beside(stream, self._threads, _prepare_all, stream, prepare,
+                                                              ordinal, prompts)
+        self._client.submit(stream, requests)
+        return requests
+
+    async def _beside(self, stream: OutputStream, threads: ThreadPoolExecutor, work: Callable[..., Any],
+                      *arguments: object) -> Any:
+        """What `work` returns, done beside the event loop; ends at once if the stream fails."""
+        stream.preparing = asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
         try:
-            requests = await stream.preparing
+            return await stream.preparing
         except asyncio.CancelledError:
             stream.check()  # it has failed in the meantime, which ended the waiting
             raise
-        self._client.submit(stream, requests)
-        return requests
 
     async def _in_thread(self, request: Request, kind: type[_Body],
                          work: Callable[[_Body], dict[str, Any]]) -> Response:
@@ -281,13 +292,13 @@ class Api:
             raise EngineDeadError(reason)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._names:
-            raise RequestError(f"there is no such model here; GET /v1/models lists the names: {', '.join(self._names)}",
+        if name is not None and name not in self.names:
+            raise RequestError(f"there is no such model here; GET /v1/models lists the names: {', '.join(self.names)}",
                                param="model", code="model_not_found")
 
     def _card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "jaxpaged",
-                "root": self._names[0], "parent": None, "max_model_len": self._info.max_model_len}
+                "root": self.names[0], "parent": None, "max_model_len": self._info.max_model_len}
 
 
 def make_app(api: Api) -> FastAPI:
@@ -299,12 +310,15 @@ def make_app(api: Api) -> FastAPI:
         ("/v1/embeddings", api.embeddings, EmbeddingRequest),
         ("/tokenize", api.tokenize, TokenizeRequest), ("/detokenize", api.detokenize, DetokenizeRequest))
     for path, route, body in bodies:
-        schema = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
-        app.add_api_route(path, route, methods=["POST"], openapi_extra={"requestBody": schema})
-    for path, route in (("/v1/models", api.models), ("/v1/models/{name:path}", api.model), ("/health", api.health),
-                        ("/ping", api.health), ("/version", api.version), ("/metrics", api.metrics),
-                        ("/engine/state", api.engine_state)):
+        schema = body.model_json_schema()
+        schema["properties"]["model"]["enum"] = [*api.names, None]
+        content = {"required": True, "content": {"application/json": {"schema": schema}}}
+        app.add_api_route(path, route, methods=["POST"], openapi_extra={"requestBody": content})
+    for path, route in (("/v1/models", api.models), ("/health", api.health), ("/ping", api.health),
+                        ("/version", api.version), ("/metrics", api.metrics), ("/engine/state", api.engine_state)):
         app.add_api_route(path, route, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], openapi_extra={"parameters": [
+        {"name": "name", "in": "path", "required": True, "schema": {"enum": list(api.names)}}]})
     app.add_api_route("/", api.page, methods=["GET"], include_in_schema=False)
     if api.config.enable_reset_prefix_cache:
         app.add_api_route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"])

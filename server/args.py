@@ -64,6 +64,8 @@ class ServerConfig:
     enable_reset_prefix_cache: bool = _flag(False, "offer POST /reset_prefix_cache")
     chat_template_timeout: float = _flag(10.0, "seconds that the chat template may take on one conversation",
                                          metavar="SECONDS")
+    structured_outputs_timeout: float = _flag(2.0, "seconds that compiling a schema, regular expression or grammar "
+                                                   "may take", metavar="SECONDS")
     enable_auto_tool_choice: bool = _flag(False, "let the model call tools of its own accord; needs --tool-call-parser")
     tool_call_parser: str | None = _flag(None, "how the model writes tool calls; hermes is Qwen's way too",
                                          choices=tuple(TOOL_PARSERS))
@@ -89,8 +91,9 @@ class ServerConfig:
             raise ConfigError(f"--shutdown-timeout must be at least 0 seconds, not {self.shutdown_timeout}")
         if not self.engine_timeout > 0:
             raise ConfigError(f"--engine-timeout must be above 0 seconds, not {self.engine_timeout}")
-        if not self.chat_template_timeout > 0:
-            raise ConfigError(f"--chat-template-timeout must be above 0 seconds, not {self.chat_template_timeout}")
+        for name in ("chat_template_timeout", "structured_outputs_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{spelling(name)} must be above 0 seconds, not {getattr(self, name)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser: hermes, llama3_json or mistral")
         if self.max_request_bytes < 1024:

@@ -56,8 +56,13 @@ class Call:
             return json_response(self._shape.whole(outputs, self._usage(), messages))
         return json_response(self._shape.whole(outputs, self._usage()))
 
-    async def events(self, include_usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events, some at a time; an error after the first is an event as well."""
+    async def events(self, include_usage: bool, continuous_usage: bool = False) -> AsyncIterator[str]:
+        """The answer as server-sent events, some at a time; an error after the first is an event as well.
+
+        Args:
+            include_usage: end with a chunk of the usage.
+            continuous_usage: tell the usage so far in every chunk.
+        """
         try:
             opened: set[int] = set()
             unfinished = len(self._requests)
@@ -66,6 +71,9 @@ class Call:
                 for output in await self._stream.get():
                     self._add_events(events, output, opened)
                     unfinished -= output.finished
+                if continuous_usage:
+                    totals = self._usage()
+                    events = [self._shape.with_usage(event, totals) for event in events if event]
                 if not unfinished:
                     if include_usage:
                         events.append(self._shape.usage_chunk(self._usage()))

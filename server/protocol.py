@@ -11,7 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from jaxpaged.errors import ContextLengthError, NotSupportedError, OverloadedError, RequestError
 from jaxpaged.input_processor import check_cache_salt
 from jaxpaged.outputs import CompletionOutput, RequestOutput
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jaxpaged.sampling_params import (
+    MAX_N,
+    MAX_SEED,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from jaxpaged.server.chat_tools import ToolUse
 from jaxpaged.server.logprob_shapes import LogprobShape, prompt_entries
 from jaxpaged.server.structure import OLD_NAMES, structured_outputs
@@ -47,7 +53,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = Field(None, description="end the stream with a chunk that holds the usage")
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="every chunk holds the usage so far")
 
 
 class Body(BaseModel):
@@ -70,29 +76,30 @@ class _Request(Body):
 
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, WithJsonSchema(
-        {"type": "object", "properties": {"include_usage": {"type": "boolean"}}})] = None
-    n: int | None = None
-    best_of: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
+        {"type": "object", "properties": {"include_usage": {"type": "boolean"},
+                                          "continuous_usage_stats": {"type": "boolean"}}})] = None
+    n: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_N})
+    best_of: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_N})
+    max_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
+    min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
+    temperature: float | None = Field(None, json_schema_extra={"minimum": 0})
+    top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    top_k: int | None = Field(None, json_schema_extra={"minimum": -1})
+    min_p: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 1})
+    seed: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_SEED})
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    presence_penalty: float | None = Field(None, json_schema_extra={"minimum": -2, "maximum": 2})
+    frequency_penalty: float | None = Field(None, json_schema_extra={"minimum": -2, "maximum": 2})
+    repetition_penalty: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0})
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, description="token id to a number from -100 to 100")
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    expected_output_tokens: int | None = None
+    expected_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     add_special_tokens: bool | None = None
     use_beam_search: bool | None = Field(None, description="the n best of best_of beams instead of samples")
     length_penalty: float | None = None
@@ -124,12 +131,8 @@ class _Request(Body):
             if neutral is not None and value is not None and not any(
                     type(value) is type(item) and value == item for item in neutral):
                 raise NotSupportedError(f"{name} is not supported here; leave it out", param=name)
-        if self.stream_options is not None:
-            if not self.stream:
-                raise RequestError("stream_options needs stream to be true", param="stream_options")
-            if self.stream_options.continuous_usage_stats:
-                raise NotSupportedError("stream_options.continuous_usage_stats is not supported yet; leave it out",
-                                        param="stream_options")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         check_cache_salt(self.cache_salt)
@@ -178,6 +181,11 @@ class _Request(Body):
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream tells the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 _SAMPLING_FIELDS = tuple(name for name in _Request.model_fields if name in SamplingParams.__dataclass_fields__)
 
@@ -205,7 +213,9 @@ class CompletionRequest(_Request):
 class ChatCompletionRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(None, json_schema_extra={"items": {
+        "type": "object", "required": ["role", "content"], "properties": {
+            "role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}}}})
     logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
     top_logprobs: int | None = Field(None, description="alternatives per token; needs logprobs")
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; wins over it")
@@ -313,8 +323,8 @@ def _explain(error: ValidationError) -> RequestError:
     if not path:
         return RequestError("the request body must be a JSON object")
     param = str(path[0])
-    if path == ("stream_options", "include_usage"):
-        return RequestError("stream_options.include_usage must be true or false", param="stream_options")
+    if param == "stream_options" and len(path) == 2:
+        return RequestError(f"stream_options.{path[1]} must be true or false", param=param)
     if param in _EXPECTED:
         return RequestError(f"{param} {_EXPECTED[param]}", param=param)
     return RequestError(f"{param} {text.replace('Input should be', 'must be')}", param=param)
@@ -357,6 +367,9 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
             "prompt_tokens_details": {"cached_tokens": cached_tokens}}
 
 
+_CHUNK_END = "}]}\n\n"
+
+
 class AnswerShape:
     """How one request's answer is written: fixed parts are serialised once, so that a chunk costs a few microseconds.
 
@@ -382,7 +395,6 @@ class AnswerShape:
         before = '"delta":{"content":' if chat else '"text":'
         self._before = [f'data: {head},"choices":[{{"index":{index},{before}' for index in range(num_choices)]
         self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":null'
-        self._end = '}]}\n\n'
 
     def first_chunk(self, index: int, prompt_token_ids: tuple[int, ...]) -> str:
         """What opens a choice in a stream: the role in chat, nothing in a text completion unless ids are wanted."""
@@ -393,14 +405,14 @@ class AnswerShape:
             before = self._before[index]
         else:
             return ""
-        return f'{before}""{self._after}{ids}{self._end}'
+        return f'{before}""{self._after}{ids}{_CHUNK_END}'
 
     def text_chunk(self, index: int, choice: CompletionOutput) -> str:
         """New text of one choice; empty where there is nothing to tell."""
         rest = self._rest(choice)
         if not choice.text and rest is None:
             return ""
-        return f"{self._before[index]}{_quote(choice.text)}{rest or self._after}{self._end}"
+        return f"{self._before[index]}{_quote(choice.text)}{rest or self._after}{_CHUNK_END}"
 
     def delta_chunks(self, index: int, deltas: Iterable[dict[str, Any]], choice: CompletionOutput) -> list[str]:
         """What is new in a choice of a chat that is read for tool calls or reasoning.
@@ -411,7 +423,7 @@ class AnswerShape:
         rest = self._rest(choice)
         chunks = []
         for delta in [*deltas] or ([{}] if rest else []):
-            chunks.append(f"{before}{to_json(delta).decode()}{(rest or self._after)[1:]}{self._end}")
+            chunks.append(f"{before}{to_json(delta).decode()}{(rest or self._after)[1:]}{_CHUNK_END}")
             rest = None
         return chunks
 
@@ -427,7 +439,11 @@ class AnswerShape:
         """The end of one choice; all its text has gone before."""
         before = self._before[index].removesuffix('"content":') if self._chat else self._before[index] + '""'
         after = self._after.replace('"finish_reason":null', f'"finish_reason":{json.dumps(finish_reason)}')
-        return f'{before}{after},"stop_reason":{json.dumps(stop_reason)}{self._end}'
+        return f'{before}{after},"stop_reason":{json.dumps(stop_reason)}{_CHUNK_END}'
+
+    def with_usage(self, chunk: str, totals: dict[str, Any]) -> str:
+        """A chunk that also tells the usage so far."""
+        return f'{chunk.removesuffix(_CHUNK_END)}}}],"usage":{to_json(totals).decode()}}}\n\n'
 
     def usage_chunk(self, totals: dict[str, Any]) -> str:
         """The chunk after all choices."""

@@ -25,6 +25,7 @@ from jaxpaged.loading.json_files import read_generation_config
 from jaxpaged.metrics import Metrics
 from jaxpaged.server.args import Arguments, ServerConfig
 from jaxpaged.server.engine_client import EngineClient
+from jaxpaged.server.grammar_process import GrammarProcesses
 from jaxpaged.server.http_protocol import http_protocol
 from jaxpaged.server.logs import set_up_logging
 from jaxpaged.server.template_process import TemplateProcesses
@@ -72,6 +73,7 @@ class _Server:
         self._metrics: Metrics | None = None
         self._http: _Http | None = None
         self._templates: TemplateProcesses | None = None
+        self._grammars: GrammarProcesses | None = None
         self._ending: asyncio.Task[None] | None = None
         self._exit_code = 0
 
@@ -111,11 +113,12 @@ class _Server:
 
         names = self._config.served_model_name or (config.model,)
         defaults = default_sampling_params(read_generation_config(path)) if config.generation_config == "auto" else {}
+        self._grammars = GrammarProcesses(timeout=self._config.structured_outputs_timeout)
         inputs = InputProcessor(
             tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             kv_capacity=(info.num_blocks - 1) * info.block_size,  # one block holds nothing
             max_logprobs=config.max_logprobs, eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids),
-            takes_priorities=config.scheduling_policy == "priority")
+            takes_priorities=config.scheduling_policy == "priority", make_grammar=self._grammars.grammar)
         self._metrics = Metrics(names[0], info, kv_cache_dtype=config.kv_cache_dtype,
                                 prefix_caching=config.enable_prefix_caching)
         self._client.serve(info, tokenizer, self._metrics)
@@ -141,8 +144,9 @@ class _Server:
         if statistics is not None:
             statistics.cancel()
         self._api.close()
-        if self._templates is not None:
-            self._templates.close()
+        for processes in (self._templates, self._grammars):
+            if processes is not None:
+                processes.close()
 
     def _on_signal(self, number: int) -> None:
         if self._http is None or self._ending is not None:

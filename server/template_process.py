@@ -1,31 +1,13 @@
-"""Chat templates in small processes of their own: one that runs too long or takes too much memory is cut off.
+"""Chat templates in processes of their own: they are code out of model files, and clients choose what it loops over."""
 
-A template is code out of model files, and clients choose what it loops over. A thread cannot be stopped; a process can.
-"""
-
-import logging
-import pickle
-import queue
-import resource
-import signal
-import subprocess
-import sys
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Callable
+from functools import partial
 
 from jaxpaged.chat_template import ChatTemplate, TemplateJob
 from jaxpaged.errors import RequestError
-
-logger = logging.getLogger(__name__)
+from jaxpaged.server.bounded_process import BoundedProcesses, CutOffError
 
 MEMORY_BYTES = 2**30
-_CHILD = """\
-import sys
-from multiprocessing.connection import Connection
-pipe = Connection(int(sys.argv[1]))
-sys.path[:] = pipe.recv()
-from jaxpaged.server.template_process import run_child
-run_child(pipe)
-"""
 
 
 class TemplateProcesses:
@@ -38,11 +20,8 @@ class TemplateProcesses:
     """
 
     def __init__(self, template: ChatTemplate, *, timeout: float, count: int) -> None:
-        self._template, self._timeout = template, timeout
-        self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
-        for _ in range(count):
-            self._idle.put(_Child(template))
-        self._count = count
+        self._processes = BoundedProcesses(partial(_begin, *template.parts), name="templates", timeout=timeout,
+                                           memory=MEMORY_BYTES, count=count, eager=True)
 
     def render(self, job: TemplateJob) -> str:
         """The text of the prompt.
@@ -50,86 +29,18 @@ class TemplateProcesses:
         Raises:
             RequestError: the template refuses the messages, or its time or memory is up.
         """
-        child = self._idle.get()
         try:
-            answer = child.ask(job, self._timeout)
-        except TimeoutError:
-            logger.warning("a chat template was cut off after %g s", self._timeout)
-            answer = RequestError(f"the chat template did not end within {self._timeout:g} s on these messages",
-                                  param="messages")
-        except (EOFError, OSError):
-            logger.warning("a chat template ended its process")
-            answer = RequestError("the chat template failed on these messages", param="messages")
+            text: str = self._processes.do(job)
+        except CutOffError as error:
+            raise RequestError(f"the chat template {error} on these messages", param="messages") from None
         except RecursionError:
-            answer = RequestError("the messages are nested too deeply", param="messages")
-        finally:
-            if not child.good:
-                child.kill()
-                child = _Child(self._template)
-            self._idle.put(child)
-        if isinstance(answer, RequestError):
-            raise answer
-        return answer
+            raise RequestError("the messages are nested too deeply", param="messages") from None
+        return text
 
     def close(self) -> None:
         """End the processes."""
-        for _ in range(self._count):
-            try:
-                self._idle.get(timeout=0.1).kill()
-            except queue.Empty:
-                return  # one is busy: it ends with this process, when its pipe closes
+        self._processes.close()
 
 
-class _Child:
-    """One process; `good` until it has missed an answer."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self.good = True
-        self._pipe, child = Pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, str(child.fileno()), "jaxpaged-templates"],
-                stdin=subprocess.DEVNULL, pass_fds=[child.fileno()])
-        finally:
-            child.close()
-        try:
-            self._pipe.send(sys.path)
-            self._pipe.send(template.parts)
-        except OSError:
-            self.good = False
-
-    def ask(self, job: TemplateJob, timeout: float) -> str | RequestError:
-        """What the child says, within `timeout` seconds once it is ready."""
-        message = pickle.dumps(job)  # apart: where that fails, nothing was sent
-        self.good = False
-        self._pipe.send_bytes(message)
-        if not self._pipe.poll(timeout):
-            raise TimeoutError
-        answer = self._pipe.recv()
-        assert isinstance(answer, (str, RequestError)), type(answer)
-        self.good = True
-        return answer
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()
-
-
-def run_child(pipe: Connection) -> None:
-    """Render what comes, until the parent's end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        template = ChatTemplate(*pipe.recv())
-        while True:
-            job = pipe.recv()
-            try:
-                answer: str | RequestError = template.render(job)
-            except RequestError as error:
-                answer = error
-            pipe.send(answer)
-    except (EOFError, OSError):
-        return
+def _begin(sources: dict[str, str], special_tokens: dict[str, str]) -> Callable[[TemplateJob], str]:
+    return ChatTemplate(sources, special_tokens).render

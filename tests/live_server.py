@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -49,14 +51,17 @@ class LiveServer:
     Args:
         log: file that takes its stderr.
         arguments: more flags.
+        files: most files that each of its processes may have open; None for as many as this one.
     """
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, files: int | None = None) -> None:
         self._log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jaxpaged.server", "--host", "127.0.0.1", "--port", "0", *arguments],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, "COLUMNS": "200"})
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, "COLUMNS": "200"},
+                preexec_fn=None if files is None else partial(
+                    resource.setrlimit, resource.RLIMIT_NOFILE, (files, files)))
         self.children: list[psutil.Process] = []
 
     @property

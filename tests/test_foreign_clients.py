@@ -15,6 +15,7 @@ from tests.tiny_llama import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FUZZING_SECONDS = 300
+LOAD = 40  # requests
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,8 @@ def test_lm_eval_scores_as_transformers_does(server: LiveServer, model: Path, tm
     tokenizer = AutoTokenizer.from_pretrained(model)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for context, continuation in CASES:
-        ids, start = tokenizer(context + continuation).input_ids, len(tokenizer(context).input_ids)
+        # lm_eval counts spaces at the end of a context as part of what follows
+        ids, start = tokenizer(context + continuation).input_ids, len(tokenizer(context.rstrip()).input_ids)
         with torch.no_grad():
             logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
         expected = sum(float(logprobs[place - 1, ids[place]]) for place in range(start, len(ids)))
@@ -95,11 +97,18 @@ def test_lm_eval_scores_as_transformers_does(server: LiveServer, model: Path, tm
 
 
 def test_guidellm_loads_the_server(server: LiveServer, model: Path, tmp_path: Path) -> None:
-    programs = environment("guidellm", "guidellm>=0.3")
+    programs = environment("guidellm", "guidellm>=0.8")
     before = server.metrics()["vllm:request_success_total length"]
-    run(programs / "guidellm", "benchmark", "--target", server.url, "--model", "m", "--processor", model,
-        "--rate-type", "concurrent", "--rate", "8", "--max-requests", "40",
-        "--data", "prompt_tokens=32,output_tokens=16", "--output-path", tmp_path / "report.json", cwd=tmp_path)
-    assert server.metrics()["vllm:request_success_total length"] - before >= 40
-    assert '"errored"' in (tmp_path / "report.json").read_text()
+    run(programs / "guidellm", "run", "--backend",
+        f"kind=openai_http,target={server.url},model=m,request_format=/v1/completions",
+        "--profile", "kind=concurrent,streams=8", "--constraint", f"kind=max_requests,count={LOAD}",
+        "--tokenizer", f"kind=huggingface_auto,model={model}",
+        "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
+        "--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-console", cwd=tmp_path,
+        env={"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
+    [benchmark] = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert len(requests["successful"]) == LOAD and not requests["errored"]
+    assert all(request["output_tokens"] == 16 for request in requests["successful"])
+    assert server.metrics()["vllm:request_success_total length"] - before >= LOAD
     assert "Traceback" not in server.log

@@ -183,6 +183,17 @@ def test_usage_counts_tokens(http: httpx.Client, tokenizer: Tokenizer) -> None:
         assert choice["prompt_token_ids"] == tokenizer.encode(prompts[choice["index"] // 2])
 
 
+def test_usage_as_it_grows(http: httpx.Client) -> None:
+    events = stream(http, "/v1/completions", prompt=STORY, n=2, max_tokens=6, ignore_eos=True, return_token_ids=True,
+                    stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 12 and events[-1]["choices"] == []
+    tokens = 0
+    for event, count in zip(events, counts, strict=True):
+        tokens += sum(len(choice.get("token_ids", ())) for choice in event["choices"])
+        assert tokens <= count
+
+
 def test_a_text_and_its_ids_are_the_same_prompt(http: httpx.Client, tokenizer: Tokenizer) -> None:
     by_text = post(http, prompt=STORY, max_tokens=8, temperature=0)
     by_ids = post(http, prompt=tokenizer.encode(STORY), max_tokens=8, temperature=0)

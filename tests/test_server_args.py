@@ -101,6 +101,7 @@ def test_engine_flags(argv: list[str], name: str, value: object) -> None:
     (["--enable-auto-tool-choice"], "--tool-call-parser"),
     (["--reasoning-parser", "x"], "'qwen3'"),
     (["--chat-template-timeout", "0"], "--chat-template-timeout"),
+    (["--structured-outputs-timeout", "0"], "--structured-outputs-timeout"),
     (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not supported yet"),
 ])
 def test_each_mistake_is_one_line_that_names_the_flag(

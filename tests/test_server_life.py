@@ -1,14 +1,16 @@
 """How the server starts, what operators may restrict, and how it ends: with signals, and when the engine does."""
 
+import contextlib
 import json
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Any]:
         server.__exit__(None, None, None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def long_stream(server: LiveServer) -> Iterator[Iterator[str]]:
     """The lines of a stream that goes on for seconds, once it has begun."""
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as response:
@@ -102,6 +104,23 @@ def test_what_does_not_finish_in_time_gets_an_explicit_error(start: Any) -> None
         assert whole.result().status_code == 503
     assert server.process.wait(20) == 0
     assert gone(server)
+
+
+def test_prompts_that_are_still_being_read_do_not_hold_up_the_end(start: Any, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.jinja"
+    slow.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    server = start("--shutdown-timeout", "0.2", "--chat-template", str(slow), "--chat-template-timeout", "100")
+    server.wait_ready()
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(httpx.post, f"{server.url}/v1/chat/completions", timeout=60,
+                                json={"messages": [{"role": "user", "content": "a"}]})
+        templates = [child for child in server.children if "jaxpaged-templates" in child.cmdline()]
+        server.wait_for(lambda: max(child.cpu_times().user for child in templates) > 1, 30)
+        assert server.stop(10) == 0
+        answer = reading.result()
+    assert answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]
+    server.wait_for(lambda: gone(server), 2)
+    assert "Traceback" not in server.log
 
 
 def test_a_second_signal_ends_at_once(start: Any) -> None:
@@ -344,6 +363,77 @@ def test_addresses_that_cannot_be_used(model: Path) -> None:
     assert port in line and "--port" in line
     assert "--host" in fails(str(model), "--host", "no.such.host.invalid")
     assert "--host" in fails(str(model), "--host", "192.0.2.1")
+
+
+# Transport
+
+
+FILES = 128
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Key and certificate for this machine."""
+    if shutil.which("openssl") is None:
+        pytest.skip("making a certificate needs the openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    key, found = folder / "key.pem", folder / "cert.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", found, "-days",
+                    "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
+                   check=True, capture_output=True)
+    return key, found
+
+
+@pytest.fixture(scope="module")
+def secure(model: Path, certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+           ) -> Iterator[LiveServer]:
+    """A server that speaks TLS alone and may open few files."""
+    with LiveServer(tmp_path_factory.mktemp("secure") / "log", str(model), *SMALL, "--ssl-keyfile", str(certificate[0]),
+                    "--ssl-certfile", str(certificate[1]), files=FILES) as server:
+        yield server.wait_ready()
+
+
+def test_tls(secure: LiveServer, certificate: tuple[Path, Path], strict: LiveServer) -> None:
+    trusting = ssl.create_default_context(cafile=str(certificate[1]))
+    drawn = {"prompt": "abc", "max_tokens": 30, "ignore_eos": True, "seed": 7, "n": 2}
+    assert secure.url.startswith("https://")
+    with httpx.Client(base_url=secure.url, verify=trusting, timeout=60) as http:
+        whole = http.post("/v1/completions", json=drawn).json()["choices"]
+        with http.stream("POST", "/v1/completions", json={**drawn, "n": 1, "stream": True}) as response:
+            assert is_complete(response.iter_lines())
+    # The same seed gives the same texts in another process.
+    other = httpx.post(f"{strict.url}/v1/completions", headers=KEY, json=drawn, timeout=60).json()["choices"]
+    assert [choice["text"] for choice in whole] == [choice["text"] for choice in other]
+    assert whole[0]["text"] != whole[1]["text"]
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"{secure.url}/health")
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{secure.url.replace('https', 'http')}/health")
+
+
+def test_more_connections_than_descriptors(secure: LiveServer, certificate: tuple[Path, Path]) -> None:
+    trusting = ssl.create_default_context(cafile=str(certificate[1]))
+    host, port = secure.url.removeprefix("https://").split(":")
+    process = psutil.Process(secure.process.pid)
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{secure.url}/health", verify=trusting, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    assert healthy()
+    before = process.num_fds()
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * FILES):
+            raw = stack.enter_context(socket.socket())
+            raw.settimeout(0.05)
+            with contextlib.suppress(OSError):
+                raw.connect((host, int(port)))
+        secure.wait_for(lambda: process.num_fds() > before + 32, 5)
+        assert process.num_fds() <= FILES and secure.process.poll() is None
+    secure.wait_for(healthy, 20)
+    secure.wait_for(lambda: process.num_fds() <= before + 2, 20)
 
 
 def test_a_certificate_that_is_none(model: Path) -> None:

@@ -265,6 +265,7 @@ def test_other_structures_beside_free_requests(server: LiveServer, http: httpx.C
     ({"structured_outputs": {"regex": "(("}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"type": "wizard"}}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: what"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"items": {"type": "integer", "multipleOf": 99_999_989}}}}, "structured_outputs"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
     ({"guided_json": {"$ref": "#"}}, "structured_outputs"),
 ])

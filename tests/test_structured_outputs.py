@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jaxpaged.errors import RequestError
 from jaxpaged.llm import LLM
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxpaged.server.grammar_process import GrammarProcesses
 from jaxpaged.server.protocol import BodyReader, ChatCompletionRequest, CompletionRequest
 from jaxpaged.structured_outputs import GrammarChecker, grammar_of
 from tests.tiny_llama import CONFIG, ENGINE_ARGS, EOS, Reference, random_prompt, random_weights, write_model
@@ -76,6 +78,22 @@ def test_what_cannot_be_compiled_is_refused_quickly(name: str) -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_what_can_be_compiled(name: str) -> None:
     GrammarChecker().check(grammar_of(StructuredOutputsParams(**GOOD[name])))
+
+
+def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
+    """A state for each remainder: a schema of a few bytes that the compiler's own limits do not bound."""
+    hostile = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 99_999_989}})
+    good = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 7}})
+    for timeout in (0.05, 60):  # out of time, out of memory
+        processes = GrammarProcesses(timeout=timeout)
+        with ThreadPoolExecutor(2) as threads:
+            answer = threads.submit(processes.grammar, hostile)
+            assert processes.grammar(good) == grammar_of(good)
+            with pytest.raises(RequestError, match="simpler") as caught:
+                answer.result()
+        assert caught.value.param == "structured_outputs"
+        assert processes.grammar(StructuredOutputsParams(regex="a")) == grammar_of(StructuredOutputsParams(regex="a"))
+        processes.close()
 
 
 @pytest.mark.parametrize("fields", [
