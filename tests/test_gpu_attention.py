@@ -249,13 +249,16 @@ def test_a_token_that_is_not_a_number_spoils_no_earlier_one() -> None:
     assert np.isnan(found[sees_it]).all() and 0 < sees_it.sum() < 20
 
 
-@settings(max_examples=40)
-@given(mixed(replace(SMALL, slots=40)), st.integers(1, 20), st.integers(1, 40), st.sampled_from([None, 1, 40]))
-def test_the_work_list_covers_every_context_once(
-    pieces: list[Piece], tile_tokens: int, num_extra: int, window: int | None
-) -> None:
+# Tokens of a tile, items to split with, window: the least and the most of each, some between; one compilation for each.
+CUTS = [(1, 1, None), (4, 7, None), (3, 13, 40), (16, 40, 40), (20, 2, 1), (7, 40, 1)]
+quick_work_list = jax.jit(make_work_list, static_argnums=(2, 3, 4), compiler_options=QUICKLY_COMPILED)
+
+
+@settings(max_examples=60)
+@given(mixed(replace(SMALL, slots=40)), st.sampled_from(CUTS))
+def test_the_work_list_covers_every_context_once(pieces: list[Piece], cut: tuple[int, int, int | None]) -> None:
     """And fits the grid, whatever the lengths."""
-    tokens, slots = SMALL.tokens, 40
+    (tile_tokens, num_extra, window), tokens, slots = cut, SMALL.tokens, 40
     slot, position = np.full(tokens, slots, np.int32), np.zeros(tokens, np.int32)
     row = 0
     for index, piece in enumerate(pieces):
@@ -263,8 +266,7 @@ def test_the_work_list_covers_every_context_once(
         position[row : row + piece.new] = np.arange(piece.context - piece.new, piece.context)
         row += piece.new
     sizes = WorkSizes(tile_tokens, most_tiles(tokens, slots, tile_tokens), num_extra, LEAST_CHUNK)
-    work = jax.tree.map(np.asarray, jax.jit(make_work_list, static_argnums=(2, 3, 4))(
-        jnp.asarray(slot), jnp.asarray(position), slots, sizes, window))
+    work = jax.tree.map(np.asarray, quick_work_list(jnp.asarray(slot), jnp.asarray(position), slots, sizes, window))
     wanted, found = set(), []
     for index in range(row):
         first = 0 if window is None else max(0, position[index] - window + 1)
@@ -305,11 +307,12 @@ def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_
     table = jnp.array([[3, 1, 7, 5], [2, 4, 6, 8], [0] * 4], jnp.int32)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, 48))
 
-    def step(pools: Any, slot: list[int], position: list[int], target: GpuTarget | None) -> tuple[np.ndarray, Any]:
-        meta = make_metadata(jnp.array(slot), jnp.array(position), table, config, 16, target=target,
-                             cache_dtype=jnp.dtype(page_dtype))
-        logits, pools = module(ids[jnp.array(position)], jnp.arange(len(slot)), pools, meta)
-        return np.asarray(logits), pools
+    @partial(jax.jit, static_argnames="target", compiler_options=QUICKLY_COMPILED)
+    def step(pools: Any, slot: jax.Array, position: jax.Array, target: GpuTarget | None) -> tuple[jax.Array, Any]:
+        meta = make_metadata(slot, position, table, config, 16, target=target, cache_dtype=jnp.dtype(page_dtype))
+        logits: jax.Array
+        logits, pools = module(ids[position], jnp.arange(slot.size), pools, meta)
+        return logits, pools
 
     results = []
     for target in (None, TARGET):
@@ -317,8 +320,8 @@ def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_
         logits = []
         for slot, position in (([0] * 19 + [1] * 15, [*range(19), *range(15)]),
                                ([1] * 1 + [0] * 22 + [2] * 11, [15, *range(19, 41), *[0] * 11]), ([0, 1], [41, 16])):
-            found, pools = step(pools, slot, position, target)
-            logits.append(found[np.array(slot) < 2])
+            found, pools = step(pools, jnp.array(slot), jnp.array(position), target=target)
+            logits.append(np.asarray(found)[np.array(slot) < 2])
         results.append(np.concatenate(logits))
     np.testing.assert_allclose(results[1], results[0], atol=2e-4 if page_dtype == jnp.float32 else 2e-2)
     assert np.std(results[0]) > 0.1
