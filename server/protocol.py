@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_UNKNOWN_FIELDS_LOGGED = 100
+SMALL_BODY_BYTES = 2**18  # any JSON of this size is read within a moment
+MAX_VALUES = 2**20  # in a larger body: as many token ids
+MAX_NESTED = 2**16  # keys, objects and lists, which cost many times as much
+MAX_QUOTES = 2**18
 MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow fewer
 
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
@@ -298,6 +302,7 @@ class BodyReader:
         Raises:
             RequestError: the body is not what the API takes; the text names the field, never its value.
         """
+        _check_structure(body)
         try:
             request = kind.model_validate_json(body)
         except ValidationError as error:
@@ -313,6 +318,20 @@ class BodyReader:
             logger.warning("%s is an old name: use structured_outputs", old[0])
         request.check()
         return request
+
+
+def _check_structure(body: bytes) -> None:
+    """Refuse a body that would take seconds to read, in which nothing else in the process runs."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return
+    quotes = body.count(b'"')
+    if quotes <= MAX_QUOTES:
+        outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
+        nested = sum(map(outside.count, (b":", b"{", b"[")))
+        if nested <= MAX_NESTED and outside.count(b",") <= MAX_VALUES:
+            return
+    raise RequestError(f"the request body holds more than {MAX_VALUES} values, {MAX_NESTED} keys, objects and lists or "
+                       f"{MAX_QUOTES} quotes")
 
 
 def _explain(error: ValidationError) -> RequestError:

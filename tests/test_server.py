@@ -376,6 +376,22 @@ def test_large_bodies_are_refused_early(server: LiveServer, http: httpx.Client) 
             time.sleep(0.0005)
 
 
+def test_megabytes_leave_others_quick(server: LiveServer, http: httpx.Client) -> None:
+    large = [json.dumps({"prompt": "word " * 1_500_000}), json.dumps({"prompt": [7] * 2_500_000}),
+             json.dumps({"messages": [{"role": "user", "content": "word " * 1_500_000}]}),
+             json.dumps(dict.fromkeys(map(str, range(500_000))))]
+    slowest = 0.0
+    with ThreadPoolExecutor(8) as threads:
+        answers = [threads.submit(httpx.post, f"{server.url}/v1/{'chat/' * ('messages' in body)}completions", timeout=60,
+                                  content=body, headers={"content-type": "application/json"}) for body in large * 2]
+        while not all(answer.done() for answer in answers):
+            began = time.monotonic()
+            assert http.get("/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - began)
+    assert all(answer.result().status_code == 400 for answer in answers)
+    assert slowest < 2, "the event loop was held up"  # a few tenths, with the clients on the same cores
+
+
 def test_request_ids(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "my-id"})
     assert response.headers["x-request-id"] == "my-id" and response.json()["id"] == "cmpl-my-id"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -54,6 +55,24 @@ def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> 
         BodyReader().read(CompletionRequest, body)
     assert error_status(caught.value) == 400
     assert "JSON" in caught.value.message and len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("body", [
+    b'{"prompt":[' + b"1," * 4_000_000 + b"1]}", b'{"prompt":[' + b"{}," * 2_500_000 + b"1]}",
+    b'{"prompt":' + b"[" * 8_000_000, b'{"prompt":[' + b'"",' * 2_500_000 + b"1]}", b'"' + b'\\"' * 4_000_000,
+    b"{" + b",".join(b'"%d":1' % number for number in range(600_000)) + b"}",
+], ids=["ids", "objects", "lists", "texts", "escapes", "keys"])
+def test_a_body_that_takes_long_to_read_is_refused_at_once(body: bytes) -> None:
+    began = time.process_time()
+    with pytest.raises(RequestError, match="more than") as caught:
+        BodyReader().read(CompletionRequest, body)
+    assert error_status(caught.value) == 400 and time.process_time() - began < 0.5  # it is a tenth of that
+
+
+@pytest.mark.parametrize("prompt", ['a "quoted" \\ {x: [1, 2]}, ' * 20_000, list(range(200_000)), ["a, b: {"] * 30_000],
+                         ids=["text", "ids", "texts"])
+def test_large_bodies_of_plain_text_and_ids_are_read(prompt: Any) -> None:
+    assert read(prompt=prompt).prompt == prompt
 
 
 @pytest.mark.parametrize(("field", "value"), [
