@@ -382,8 +382,9 @@ def test_megabytes_leave_others_quick(server: LiveServer, http: httpx.Client) ->
              json.dumps(dict.fromkeys(map(str, range(500_000))))]
     slowest = 0.0
     with ThreadPoolExecutor(8) as threads:
-        answers = [threads.submit(httpx.post, f"{server.url}/v1/{'chat/' * ('messages' in body)}completions", timeout=60,
-                                  content=body, headers={"content-type": "application/json"}) for body in large * 2]
+        answers = [threads.submit(httpx.post, f"{server.url}/v1/{'chat/' * ('messages' in body)}completions",
+                                  content=body, headers={"content-type": "application/json"}, timeout=60)
+                   for body in large * 2]
         while not all(answer.done() for answer in answers):
             began = time.monotonic()
             assert http.get("/health").status_code == 200
