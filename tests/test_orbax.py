@@ -134,32 +134,37 @@ print(peak() - before)
 """
 
 
+def over(what: str, path: Path, out: Path, devices: int = 1) -> int:
+    """Most bytes that a process holds beside the parameters while it does this."""
+    done = subprocess.run([sys.executable, "-c", _MEASURE, what, str(path), str(out), str(devices)], cwd=ROOT,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.splitlines()[-1]) - PARAMETERS
+
+
+LARGE: dict[str, Any] = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
+                                  "tie_word_embeddings": True, "num_attention_heads": 16, "num_key_value_heads": 16,
+                                  "head_dim": 64}
+TENSOR = 4 * 1024 * 4096
+PARAMETERS = 2 * (4 * 1024 * 1024 * 4 + 3 * TENSOR) + 257 * 1024 * 4
+# One tensor, and what the programs and the file buffers take, whatever the tensors' size.
+MOST = TENSOR + 32 * 2**20
+
+
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int, int]:
-    """A model of 256 MiB in safetensors and the same in GGUF, its bytes, and those of its largest tensor."""
-    config = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
-                       "tie_word_embeddings": True, "num_attention_heads": 16, "num_key_value_heads": 16,
-                       "head_dim": 64}
-    path = write_model(tmp_path_factory.mktemp("large") / "model", config)
-    gguf = write_gguf(path.parent / "model.gguf", config, random_weights(config), Kind.Q8_0)
-    return path, gguf, (path / "model.safetensors").stat().st_size, 4 * 1024 * 4096
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of 128 MiB in every format, converted in little memory."""
+    folder = tmp_path_factory.mktemp("large")
+    weights = random_weights(LARGE)
+    found = {"safetensors": write_model(folder / "model", LARGE), "orbax": folder / "out",
+             "gguf": write_gguf(folder / "model.gguf", LARGE, weights, Kind.Q8_0)}
+    assert over("convert", found["safetensors"], found["orbax"]) < MOST
+    return found
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_peak_memory_is_little_more_than_the_parameters(large: tuple[Path, Path, int, int], tmp_path: Path,
-                                                        devices: int) -> None:
-    """One tensor at most, of 16 MiB here, and what the programs and the file buffers take, whatever the tensors' size.
-
-    Converted, then loaded from safetensors, GGUF and Orbax, on one device or shared by two.
-    """
-    source, gguf, parameters, tensor = large
-
-    def measure(what: str, path: Path) -> int:
-        done = subprocess.run([sys.executable, "-c", _MEASURE, what, str(path), str(tmp_path / "out"), str(devices)],
-                              cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout.splitlines()[-1])
-
-    for what, path in (("convert", source), ("load", source), ("load", gguf), ("load", tmp_path / "out")):
-        over = measure(what, path) - parameters
-        assert over < tensor + 32 * 2**20, f"{what} {path.name}: {over / 2**20:.0f} MiB beside the parameters"
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "orbax"])
+def test_peak_memory_is_little_more_than_the_parameters(large: dict[str, Path], kind: str, devices: int) -> None:
+    """Loaded onto one device, or shared by two."""
+    found = over("load", large[kind], large["orbax"], devices)
+    assert found < MOST, f"{found / 2**20:.0f} MiB beside the parameters"
