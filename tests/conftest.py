@@ -1,12 +1,18 @@
-"""What all tests share: one compilation cache, the embedded model, the workloads."""
+"""What all tests share: one compilation cache, models and engines, the workloads."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from jaxpaged.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from jaxpaged.llm import LLM
+    from tests.tiny_engine import MakeEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,6 +33,44 @@ def smollm2_path() -> Path:
     from jaxpaged.loading.hub import resolve_model
 
     return Path(resolve_model(DEFAULT_MODEL))
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny model."""
+    from tests.tiny_llama import write_model
+
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def make_engine(model_path: Path) -> "Iterator[MakeEngine]":
+    """Makes engines of the tiny model and ends them after the module."""
+    from tests.tiny_engine import engines
+
+    with engines(model_path) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def llm(model_path: Path) -> "Iterator[LLM]":
+    """The tiny model, with room for all that a test asks."""
+    from jaxpaged.llm import LLM
+    from tests.tiny_llama import ENGINE_ARGS
+
+    with LLM(str(model_path), **ENGINE_ARGS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def few_blocks(model_path: Path) -> "Iterator[LLM]":
+    """The same with so few blocks that requests are preempted."""
+    from jaxpaged.llm import LLM
+    from tests.tiny_engine import FEW_BLOCKS
+    from tests.tiny_llama import ENGINE_ARGS
+
+    with LLM(str(model_path), **ENGINE_ARGS | FEW_BLOCKS) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

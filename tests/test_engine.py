@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from jaxpaged.pallas_kernels import native_attention, native_linear
 from jaxpaged.pallas_kernels.native_build import build
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.startup import InMemoryModel
+from tests.tiny_engine import FEW_BLOCKS, MakeEngine
 from tests.tiny_llama import (
     CONFIG,
     CONTEXT,
@@ -42,7 +43,6 @@ from tests.tiny_llama import (
     module_and_params,
     random_prompt,
     random_weights,
-    write_model,
 )
 
 REFERENCE = Reference(CONFIG, random_weights())
@@ -106,32 +106,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "small pieces": {"max_num_batched_tokens": 7},
     "attention on XLA": {"cpu_attention": "xla"},
     "all on XLA": {"cpu_attention": "xla", "cpu_linear": "xla"},
-    "few blocks": {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10},
+    "few blocks": FEW_BLOCKS,
     "one token a step": {"max_num_batched_tokens": 1, "max_num_seqs": 2},
     "large blocks": {"max_num_batched_tokens": 7, "block_size": 64, "num_gpu_blocks_override": 9},
 }
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("engine") / "model")
-
-
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def make_engine(model_path: Path) -> Iterator[MakeEngine]:
-    """Makes engines of the tiny model and ends them after the module."""
-    engines: list[Engine] = []
-
-    def make(**changes: Any) -> Engine:
-        engines.append(Engine(EngineConfig.from_kwargs(model=str(model_path), **(ENGINE_ARGS | changes))))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")

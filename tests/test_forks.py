@@ -1,9 +1,8 @@
 """Choices of one prompt: it is computed once, its blocks are shared, and each choice is what it would be alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
 from jaxpaged.execution.block_programs import copy_blocks
 from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
-from tests.tiny_llama import ENGINE_ARGS, random_prompt, write_model
+from tests.tiny_engine import MakeEngine, run
+from tests.tiny_llama import random_prompt
 
 SAMPLED = SamplingParams()
 
@@ -27,41 +26,8 @@ def choices(prompt: Sequence[int], n: int, max_tokens: int = 20, params: Samplin
                           fork_of=f"{name}#0" if choice else None) for choice in range(n)]
 
 
-def run(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], int]:
-    """Ids of each, and tokens computed."""
-    ids: dict[str, list[int]] = {item.request_id: [] for item in requests}
-    computed = 0
-    for item in requests:
-        engine.add_request(item)
-    while engine.has_work():
-        outputs = engine.step()
-        engine.check_integrity()
-        computed += sum(outputs.stats.step_tokens)
-        for delta in outputs.deltas:
-            ids[delta.request_id] += delta.token_ids
-    assert engine.stats().blocks_used == 0
-    return ids, computed
-
-
 def run_alone(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
     return {item.request_id: run(engine, [replace(item, fork_of=None)])[0][item.request_id] for item in requests}
-
-
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
-    path: Path = write_model(tmp_path_factory.mktemp("forks") / "model")
-    engines: list[Engine] = []
-
-    def make(**changes: Any) -> Engine:
-        engines.append(Engine(EngineConfig.from_kwargs(model=str(path), **(ENGINE_ARGS | changes))))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """Penalties, biases and forbidden tokens against float64 NumPy, against transformers, and through the engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jaxpaged.llm import LLM
 from jaxpaged.messages import EngineRequest
 from jaxpaged.outputs import CompletionOutput
 from jaxpaged.sampling_params import SamplingParams
-from tests.tiny_llama import CONFIG, ENGINE_ARGS, EOS, Reference, random_prompt, random_weights, write_model
+from tests.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 
 REFERENCE = Reference(CONFIG, random_weights())
 VOCAB, SLOTS = 70, 6
@@ -136,23 +135,6 @@ def test_transformers_penalises_repetition_alike(penalty: float) -> None:
 
 
 # Through the engine
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("processors") / "model")
-
-
-@pytest.fixture(scope="module")
-def llm(model_path: Path) -> Iterator[LLM]:
-    with LLM(str(model_path), **ENGINE_ARGS) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def few_blocks(model_path: Path) -> Iterator[LLM]:
-    with LLM(str(model_path), **ENGINE_ARGS | {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10}) as found:
-        yield found
 
 
 def greedy(**more: Any) -> SamplingParams:

@@ -1,6 +1,6 @@
 """Log probabilities from the device to the outputs, against a softmax in float64 NumPy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from jaxpaged.llm import LLM
 from jaxpaged.messages import TokenLogprobs
 from jaxpaged.outputs import CompletionOutput
 from jaxpaged.sampling_params import SamplingParams
-from tests.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
+from tests.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights
 
 REFERENCE = Reference(CONFIG, random_weights())
 TOLERANCE = 1e-4
@@ -50,23 +50,6 @@ def test_logprobs_and_ranks_are_those_of_a_softmax(seed: int, spread: float, ban
         assert all(wanted[row, other] == pytest.approx(value, abs=TOLERANCE) for other, value in found.top)
         assert len({other for other, _ in found.top}) == NUM_TOP
         assert unpack_row(packed[row], 2) == TokenLogprobs(found.logprob, found.rank, found.top[:2])
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("logprobs") / "model")
-
-
-@pytest.fixture(scope="module")
-def llm(model_path: Path) -> Iterator[LLM]:
-    with LLM(str(model_path), **ENGINE_ARGS) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def few_blocks(model_path: Path) -> Iterator[LLM]:
-    with LLM(str(model_path), **ENGINE_ARGS | {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10}) as found:
-        yield found
 
 
 PROMPTS = [random_prompt(length, length) for length in (1, 15, 16, 40, 70, 33)]

@@ -1,7 +1,6 @@
 """Shared prefixes: which tokens are not computed again, and that nothing else changes by it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
 from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduling.prefix_cache import PrefixCache
 from jaxpaged.scheduling.request import Request
 from tests.test_scheduler import Harness, plain_token
-from tests.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
+from tests.tiny_engine import MakeEngine
+from tests.tiny_llama import CONFIG, Reference, random_prompt, random_weights
 
 REFERENCE = Reference(CONFIG, random_weights())
 GREEDY = SamplingParams(temperature=0)
@@ -45,23 +44,6 @@ class Served:
                 assert self.cached.setdefault(delta.request_id, delta.num_cached_tokens) == delta.num_cached_tokens
         for item in requests:
             assert REFERENCE.error(item.prompt_token_ids, self.ids[item.request_id], item.max_tokens) is None
-
-
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
-    path: Path = write_model(tmp_path_factory.mktemp("prefix") / "model")
-    engines: list[Engine] = []
-
-    def make(**changes: Any) -> Engine:
-        engines.append(Engine(EngineConfig.from_kwargs(model=str(path), **(ENGINE_ARGS | changes))))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")

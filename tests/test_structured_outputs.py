@@ -4,10 +4,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from jaxpaged.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxpaged.server.grammar_process import GrammarProcesses
 from jaxpaged.server.protocol import BodyReader, ChatCompletionRequest, CompletionRequest
 from jaxpaged.structured_outputs import GrammarChecker, grammar_of
-from tests.tiny_llama import CONFIG, ENGINE_ARGS, EOS, Reference, random_prompt, random_weights, write_model
+from tests.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 from tests.tiny_tokenizers import byte_level_metadata, wrap
 
 REFERENCE = Reference(CONFIG, random_weights())
@@ -223,23 +222,6 @@ def test_masks_are_computed_by_other_threads() -> None:
 
 
 # Through the engine
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("structured") / "model")
-
-
-@pytest.fixture(scope="module")
-def llm(model_path: Path) -> Iterator[LLM]:
-    with LLM(str(model_path), **ENGINE_ARGS) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def few_blocks(model_path: Path) -> Iterator[LLM]:
-    with LLM(str(model_path), **ENGINE_ARGS | {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10}) as found:
-        yield found
 
 
 PERSON = {"type": "object", "additionalProperties": False, "required": ["age", "tags"], "properties": {

@@ -1,7 +1,6 @@
 """Preemption by swapping, and evicted prefixes that come back: less is computed, and nothing else changes."""
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import Engine
 from jaxpaged.errors import ConfigError
+from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.messages import EngineRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.test_scheduler import Harness, plain_token, prompts
-from tests.tiny_llama import ENGINE_ARGS, random_prompt, write_model
+from tests.tiny_engine import FEW_BLOCKS, MakeEngine, run
+from tests.tiny_llama import random_prompt
 
 SAMPLED = SamplingParams()
-SMALL = {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10}
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 60, **more: Any) -> EngineRequest:
@@ -30,39 +29,6 @@ REQUESTS = [
     *(request(f"choice {choice}", random_prompt(21, 8), 40, choice=choice, fork_of="choice 0" if choice else None)
       for choice in range(3)),
 ]
-
-
-def run(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], int]:
-    """Ids of each, and tokens computed."""
-    ids: dict[str, list[int]] = {item.request_id: [] for item in requests}
-    computed = 0
-    for item in requests:
-        engine.add_request(item)
-    while engine.has_work():
-        outputs = engine.step()
-        engine.check_integrity()
-        computed += sum(outputs.stats.step_tokens)
-        for delta in outputs.deltas:
-            ids[delta.request_id] += delta.token_ids
-    assert engine.stats().blocks_used == 0
-    return ids, computed
-
-
-MakeEngine = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
-    path: Path = write_model(tmp_path_factory.mktemp("swap") / "model")
-    engines: list[Engine] = []
-
-    def make(**changes: Any) -> Engine:
-        engines.append(Engine(EngineConfig.from_kwargs(model=str(path), **(ENGINE_ARGS | changes))))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +46,7 @@ def test_a_pool_of_few_blocks_gives_the_same_tokens(
     make_engine: MakeEngine, undisturbed: tuple[dict[str, list[int]], int], mode: str, caching: bool
 ) -> None:
     space = {"swap_space": "0.01G"} if mode == "swap" else {}
-    engine = make_engine(**SMALL, preemption_mode=mode, enable_prefix_caching=caching, **space)
+    engine = make_engine(**FEW_BLOCKS, preemption_mode=mode, enable_prefix_caching=caching, **space)
     ids, computed = run(engine, REQUESTS)
     stats = engine.stats()
     assert ids == undisturbed[0]
@@ -92,17 +58,26 @@ def test_a_pool_of_few_blocks_gives_the_same_tokens(
     assert engine.stats().compilations == engine.info.num_programs
 
 
+def test_blocks_in_pinned_memory(make_engine: MakeEngine, undisturbed: tuple[dict[str, list[int]], int]) -> None:
+    """Where a GPU's blocks go; a CPU has such memory too, though no use for it."""
+    engine = make_engine(**FEW_BLOCKS, preemption_mode="swap", swap_space="0.01G")
+    host = engine._runner._host = HostBlocks(engine._runner._programs, "pinned_host")
+    assert run(engine, REQUESTS)[0] == undisturbed[0]
+    assert engine.stats().blocks_swapped_in > 0
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(host._chunks)} == {"pinned_host"}
+
+
 def test_host_memory_of_one_block(make_engine: MakeEngine, undisturbed: tuple[dict[str, list[int]], int]) -> None:
     """What does not fit is computed again."""
     block_bytes = 16 * 512
-    engine = make_engine(**SMALL, preemption_mode="swap", swap_space=str(1.5 * block_bytes / 2**30))
+    engine = make_engine(**FEW_BLOCKS, preemption_mode="swap", swap_space=str(1.5 * block_bytes / 2**30))
     assert engine.info.num_host_blocks == 1
     assert run(engine, REQUESTS)[0] == undisturbed[0]
     assert engine.stats().blocks_swapped_out > 0
 
 
 def test_a_prefix_that_left_the_pool_is_brought_back(make_engine: MakeEngine) -> None:
-    engine = make_engine(**SMALL, swap_space="0.01")
+    engine = make_engine(**FEW_BLOCKS, swap_space="0.01")
     prompt = random_prompt(60, 1)
     first, _ = run(engine, [request("r", prompt, 8)])
     for seed in range(2, 6):
@@ -119,7 +94,7 @@ def test_a_prefix_that_left_the_pool_is_brought_back(make_engine: MakeEngine) ->
 
 def test_the_engine_does_not_wait_for_blocks_to_move(make_engine: MakeEngine) -> None:
     """Behind seconds of work on the device, it schedules and dispatches at once what saves and loads blocks."""
-    engine = make_engine(**SMALL, swap_space="0.01")
+    engine = make_engine(**FEW_BLOCKS, swap_space="0.01")
     prompt = random_prompt(60, 1)
     wanted, _ = run(engine, [request("r", prompt, 8)])
     for seed in range(2, 6):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jaxpaged.execution.programs import ProgramSet
@@ -10,22 +11,28 @@ from jaxpaged.scheduling.host_tier import LoadBlocks, SaveBlocks
 
 
 class HostBlocks:
-    """Chunks of blocks by number, as `HostTier` gives them out."""
+    """Chunks of blocks by number, as `HostTier` gives them out.
 
-    def __init__(self, programs: ProgramSet) -> None:
+    Args:
+        memory_kind: JAX's name of the memory that they are kept in; None for that of the device.
+    """
+
+    def __init__(self, programs: ProgramSet, memory_kind: str | None) -> None:
         self._programs = programs
+        self._memory_kind = memory_kind
         self._chunks: dict[int, Pools] = {}
 
     def save(self, pools: Pools, saves: Sequence[SaveBlocks]) -> None:
         """Begin to copy blocks out of the pools, as they are once all that is dispatched so far has run."""
         for item in saves:
             content: Pools = self._programs.get(("gather", len(item.blocks)))(pools, np.array(item.blocks, np.int32))
-            self._chunks[item.chunk] = self._programs.to_host(content)
+            self._chunks[item.chunk] = content if self._memory_kind is None else _moved(content, self._memory_kind)
 
     def load(self, pools: Pools, loads: Sequence[LoadBlocks]) -> Pools:
         """Copy blocks back; the null block takes what is not wanted."""
         for item in loads:
-            content = self._programs.to_device(self._chunks[item.chunk])
+            kept = self._chunks[item.chunk]
+            content = kept if self._memory_kind is None else _moved(kept, "device")
             pools = self._programs.get(("scatter", len(item.blocks)))(pools, content, np.array(item.blocks, np.int32))
         return pools
 
@@ -33,3 +40,10 @@ class HostBlocks:
         """Give back the memory of chunks."""
         for chunk in chunks:
             self._chunks.pop(chunk, None)
+
+
+def _moved(content: Pools, memory_kind: str) -> Pools:
+    """Begin to move what `gather` gave."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(memory_kind), content)
+    moved: Pools = jax.device_put(content, shardings)
+    return moved

@@ -34,7 +34,7 @@ from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec
 from jaxpaged.execution.step_functions import XLA_ALONE, NativeKernels, Params, StepFunctions
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, ProgramName, StepShape
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.transformer import Pools, Transformer
+from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 
 logger = logging.getLogger(__name__)
@@ -217,17 +217,10 @@ class ProgramSet:
                 logger.warning("%s; compiling instead", error)
             self._store = None
 
-    def to_host(self, content: Pools) -> Pools:
-        """Begin to move what `gather` gave to memory of the host; on CPU it is there."""
-        if self._platform == "cpu":
-            return content
-        return _moved(content, "pinned_host")
-
-    def to_device(self, content: Pools) -> Pools:
-        """Begin to move what `to_host` gave back, for `scatter`."""
-        if self._platform == "cpu":
-            return content
-        return _moved(content, "device")
+    @property
+    def host_memory(self) -> str | None:
+        """JAX's name of the memory of the host that blocks are moved to; None where they are in it already."""
+        return None if self._platform == "cpu" else "pinned_host"
 
     def lower(self, name: ProgramName) -> jax.stages.Lowered:
         """The program before it is compiled, which can also be done for a device that is not there; see `aot`."""
@@ -314,9 +307,3 @@ class ProgramSet:
 
     def _placed(self, tree: Any) -> Any:
         return jax.tree.map(self._spec_of, tree)
-
-
-def _moved(content: Pools, memory_kind: str) -> Pools:
-    shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(memory_kind), content)
-    moved: Pools = jax.device_put(content, shardings)
-    return moved
