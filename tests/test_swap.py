@@ -1,20 +1,25 @@
 """Preemption by swapping, and evicted prefixes that come back: less is computed, and nothing else changes."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.messages import EngineRequest
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from tests.test_scheduler import Harness, plain_token, prompts
 from tests.tiny_engine import FEW_BLOCKS, MakeEngine, run
-from tests.tiny_llama import random_prompt
+from tests.tiny_llama import ENGINE_ARGS, random_prompt
 
 SAMPLED = SamplingParams()
 
@@ -65,6 +70,79 @@ def test_blocks_in_pinned_memory(make_engine: MakeEngine, undisturbed: tuple[dic
     assert run(engine, REQUESTS)[0] == undisturbed[0]
     assert engine.stats().blocks_swapped_in > 0
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(host._chunks)} == {"pinned_host"}
+
+
+WISHES = [replace(params, max_tokens=60, ignore_eos=True) for params in (
+    SamplingParams(temperature=0, logprobs=3),
+    SamplingParams(n=2, seed=1, logprobs=0),
+    SamplingParams(temperature=0, frequency_penalty=1.5, presence_penalty=0.5, logprobs=1),
+    SamplingParams(seed=2, repetition_penalty=1.5, min_tokens=50, max_tokens=60,
+                   stop_token_ids=list(range(40))),
+    SamplingParams(seed=3, structured_outputs=StructuredOutputsParams(regex="([a-f]|[0-9]x){50,90}")),
+    SamplingParams(temperature=0, logit_bias={7: 6.0}, bad_words=["a", "bc"], prompt_logprobs=2),
+)]
+
+
+def told(path: Path, kind: RequestOutputKind, **changes: Any) -> list[list[RequestOutput]]:
+    """All outputs for each of WISHES, which comes when an older request has begun to fill the pool."""
+    async def one(llm: AsyncLLM, seed: int, params: SamplingParams) -> list[RequestOutput]:
+        older = llm.generate(random_prompt(20, 9), SamplingParams(max_tokens=105, ignore_eos=True))
+        await anext(older)
+        rest = asyncio.create_task(_outputs(older))
+        found = await _outputs(llm.generate(random_prompt(20 + seed, seed), replace(params, output_kind=kind)))
+        await rest
+        return found
+
+    async def main() -> list[list[RequestOutput]]:
+        async with AsyncLLM(str(path), **ENGINE_ARGS | changes) as llm, asyncio.timeout(120):
+            return [await one(llm, seed, params) for seed, params in enumerate(WISHES)]
+
+    return asyncio.run(main())
+
+
+async def _outputs(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_outputs(model_path: Path) -> list[RequestOutput]:
+    found = [output for [output] in told(model_path, RequestOutputKind.FINAL_ONLY, num_gpu_blocks_override=65,
+                                         enable_prefix_caching=False)]
+    assert not any(output.metrics and output.metrics.num_preemptions for output in found)
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"preemption_mode": "swap", "swap_space": "0.01"}], ids=["recompute", "swap"])
+def test_a_preempted_request_tells_what_an_undisturbed_one_does(
+    model_path: Path, undisturbed_outputs: list[RequestOutput], more: dict[str, str]
+) -> None:
+    """Texts, ids, log probabilities, penalties, constraints, ends and usage; in pieces, none of them twice."""
+    found = told(model_path, RequestOutputKind.DELTA, **FEW_BLOCKS, **more)
+    assert all(pieces[-1].metrics and pieces[-1].metrics.num_preemptions for pieces in found)
+    for pieces, wanted in zip(found, undisturbed_outputs, strict=True):
+        last = pieces[-1]
+        assert last.prompt_token_ids == wanted.prompt_token_ids and last.num_cached_tokens == wanted.num_cached_tokens
+        told_of_prompt = [rows for piece in pieces if (rows := piece.prompt_logprobs) is not None]
+        assert bool(told_of_prompt) == (wanted.prompt_logprobs is not None)  # each piece repeats them
+        for rows in told_of_prompt:
+            check_logprobs(rows[1:], (wanted.prompt_logprobs or ())[1:])
+        for choice in wanted.outputs:
+            parts = [part for piece in pieces for part in piece.outputs if part.index == choice.index]
+            check_joined(parts, choice)
+
+
+def check_joined(parts: Sequence[CompletionOutput], wanted: CompletionOutput) -> None:
+    assert "".join(part.text for part in parts) == wanted.text
+    assert sum((part.token_ids for part in parts), ()) == wanted.token_ids
+    assert [part.finish_reason for part in parts if part.finish_reason] == [wanted.finish_reason]
+    assert parts[-1].stop_reason == wanted.stop_reason
+    check_logprobs([entry for part in parts for entry in part.logprobs or ()], wanted.logprobs or ())
+
+
+def check_logprobs(found: Sequence[dict[int, Logprob] | None], wanted: Sequence[dict[int, Logprob] | None]) -> None:
+    for entry, other in zip(found, wanted, strict=True):
+        assert entry is not None and other is not None and entry.keys() == other.keys()
+        assert all(entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4) for token in entry)
 
 
 def test_host_memory_of_one_block(make_engine: MakeEngine, undisturbed: tuple[dict[str, list[int]], int]) -> None:
