@@ -2,20 +2,30 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.errors import RequestError
-from tests.reference_model import ReferenceModel
 from tests.tiny_llama import ENGINE_ARGS, EOS, random_prompt, write_model
 
+if TYPE_CHECKING:
+    from tests.reference_model import ReferenceModel
 
-def reference(model: ReferenceModel, prompt: Sequence[int], width: int, max_tokens: int, eos: list[int] | None,
+
+def open_reference(path: Path) -> "ReferenceModel":
+    pytest.importorskip("torch", reason="the reference, transformers, needs torch")
+    from tests.reference_model import ReferenceModel
+
+    return ReferenceModel(path)
+
+
+def reference(model: "ReferenceModel", prompt: Sequence[int], width: int, max_tokens: int, eos: list[int] | None,
               length_penalty: float = 1.0, early_stopping: bool | str = False) -> list[tuple[list[int], float]]:
     """Generated ids and scores of transformers' beams, the best first."""
+    import torch
+
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():
         found = model.model.generate(
@@ -30,7 +40,7 @@ def reference(model: ReferenceModel, prompt: Sequence[int], width: int, max_toke
     return beams
 
 
-def check(llm: LLM, model: ReferenceModel, prompts: Sequence[Sequence[int]], width: int, max_tokens: int,
+def check(llm: LLM, model: "ReferenceModel", prompts: Sequence[Sequence[int]], width: int, max_tokens: int,
           eos: list[int] | None, **more: Any) -> None:
     outputs = llm.beam_search([list(prompt) for prompt in prompts], width, max_tokens, ignore_eos=eos is None,
                               use_tqdm=False, **more)
@@ -53,8 +63,8 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_path: Path) -> ReferenceModel:
-    return ReferenceModel(tiny_path)
+def tiny(tiny_path: Path) -> "ReferenceModel":
+    return open_reference(tiny_path)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,7 @@ def llm(tiny_path: Path) -> Iterator[LLM]:
     {}, {"length_penalty": 0.0}, {"length_penalty": 2.0, "early_stopping": "never"}, {"early_stopping": True},
     {"length_penalty": -1.0},
 ], ids=str)
-def test_beams_are_those_of_transformers(llm: LLM, tiny: ReferenceModel, width: int, more: dict[str, Any]) -> None:
+def test_beams_are_those_of_transformers(llm: LLM, tiny: "ReferenceModel", width: int, more: dict[str, Any]) -> None:
     """Some end by an end token: half of all ids are."""
     prompts = [random_prompt(length, length) for length in (3, 17, 40)]
     check(llm, tiny, prompts, width, 8, [EOS], **more)
@@ -83,7 +93,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
     assert beam.outputs[0].token_ids == greedy.outputs[0].token_ids
 
 
-def test_beams_beside_other_requests_and_in_a_small_pool(tiny_path: Path, tiny: ReferenceModel) -> None:
+def test_beams_beside_other_requests_and_in_a_small_pool(tiny_path: Path, tiny: "ReferenceModel") -> None:
     with LLM(str(tiny_path), **ENGINE_ARGS | {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10}) as llm:
         beams = SamplingParams(n=2, best_of=4, use_beam_search=True, max_tokens=10, ignore_eos=True, logprobs=0)
         plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -106,7 +116,7 @@ def test_searches_that_cannot_be_done_are_refused(llm: LLM, params: dict[str, An
 
 @pytest.mark.slow
 def test_beams_on_real_weights(smollm2_path: Path) -> None:
-    model = ReferenceModel(smollm2_path)
+    model = open_reference(smollm2_path)
     with LLM(max_num_seqs=8, max_num_batched_tokens=64) as llm:
         tokenizer = llm.get_tokenizer()
         prompts = [tokenizer.encode(text) for text in (
