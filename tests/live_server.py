@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -59,9 +58,9 @@ class LiveServer:
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jaxpaged.server", "--host", "127.0.0.1", "--port", "0", *arguments],
-                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, "COLUMNS": "200"},
-                preexec_fn=None if files is None else partial(
-                    resource.setrlimit, resource.RLIMIT_NOFILE, (files, files)))
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, "COLUMNS": "200"})
+        if files is not None:  # from outside: a function between fork and exec would fork a process full of threads
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (files, files))
         self.children: list[psutil.Process] = []
 
     @property
