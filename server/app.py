@@ -21,7 +21,9 @@ from jaxpaged.input_processor import InputProcessor, ProcessedRequest
 from jaxpaged.messages import EngineInfo
 from jaxpaged.metrics import Metrics
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.server.answer_shape import AnswerShape
 from jaxpaged.server.args import ServerConfig
+from jaxpaged.server.body import Body, BodyReader
 from jaxpaged.server.calls import Call, MakeReader
 from jaxpaged.server.chat_answer import ChoiceReader
 from jaxpaged.server.chat_tools import choose_tools
@@ -29,22 +31,12 @@ from jaxpaged.server.echo import Echo
 from jaxpaged.server.embedding_route import EmbeddingRequest, embedding_answer
 from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.engine_state import engine_state
+from jaxpaged.server.error_answers import error_body, error_json, error_status, to_json
 from jaxpaged.server.gate import Gate
 from jaxpaged.server.logprob_shapes import LogprobShape
 from jaxpaged.server.page import page_response
 from jaxpaged.server.parsers.registry import reasoning_grammar
-from jaxpaged.server.protocol import (
-    AnswerShape,
-    Body,
-    BodyReader,
-    ChatCompletionRequest,
-    CompletionRequest,
-    error_body,
-    error_json,
-    error_status,
-    template_options,
-    to_json,
-)
+from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest, template_options
 from jaxpaged.server.responses import EventStream, json_response, on_disconnect, read_body, server_error
 from jaxpaged.server.token_routes import DetokenizeRequest, TokenizeRequest, TokenRoutes
 from jaxpaged.tokenizer import Tokenizer

@@ -10,7 +10,8 @@ from pydantic import Field
 from jaxpaged.embeddings import normalised
 from jaxpaged.errors import NotSupportedError, RequestError
 from jaxpaged.outputs import RequestOutput
-from jaxpaged.server.protocol import Body, to_json
+from jaxpaged.server.body import Body
+from jaxpaged.server.error_answers import to_json
 
 
 class EmbeddingRequest(Body):

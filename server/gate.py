@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxpaged.server.protocol import error_json
+from jaxpaged.server.error_answers import error_json
 
 OPEN_ROUTES = frozenset({"/health", "/ping", "/"})  # the page asks for the key itself
 MAX_ECHOED_ID_BYTES = 256

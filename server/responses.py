@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxpaged.errors import EngineDeadError
-from jaxpaged.server.protocol import BodyTooLargeError, MediaTypeError, error_json
+from jaxpaged.server.error_answers import BodyTooLargeError, MediaTypeError, error_json
 
 
 async def read_body(request: Request, limit: int) -> bytes:

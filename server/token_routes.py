@@ -6,8 +6,9 @@ from pydantic import Field
 
 from jaxpaged.errors import RequestError
 from jaxpaged.input_processor import InputProcessor
+from jaxpaged.server.body import Body
 from jaxpaged.server.chat_tools import check_tools
-from jaxpaged.server.protocol import Body, template_options
+from jaxpaged.server.protocol import template_options
 from jaxpaged.tokenizer import Tokenizer
 
 MAX_TOKENS = 2**20

@@ -9,8 +9,9 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 
 from jaxpaged.errors import RequestError
 from jaxpaged.outputs import CompletionOutput, Logprob
+from jaxpaged.server.body import BodyReader
 from jaxpaged.server.logprob_shapes import LEAST, LogprobShape
-from jaxpaged.server.protocol import BodyReader, ChatCompletionRequest, CompletionRequest
+from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.tiny_tokenizers import byte_level_metadata, wrap
 
 TOKENIZER = wrap(byte_level_metadata("gpt-2"))

@@ -21,16 +21,11 @@ from jaxpaged.errors import (
 )
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.server.answer_shape import AnswerShape, usage
+from jaxpaged.server.body import BodyReader
 from jaxpaged.server.engine_client import OutputStream, merge_outputs
-from jaxpaged.server.protocol import (
-    AnswerShape,
-    BodyReader,
-    ChatCompletionRequest,
-    CompletionRequest,
-    error_body,
-    error_status,
-    usage,
-)
+from jaxpaged.server.error_answers import error_body, error_status
+from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 
 
 def read(kind: Any = CompletionRequest, **fields: Any) -> Any:

@@ -18,8 +18,9 @@ from jaxpaged.errors import RequestError
 from jaxpaged.llm import LLM
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxpaged.server.body import BodyReader
 from jaxpaged.server.grammar_process import GrammarProcesses
-from jaxpaged.server.protocol import BodyReader, ChatCompletionRequest, CompletionRequest
+from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 from jaxpaged.structured_outputs import GrammarChecker, grammar_of
 from tests.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 from tests.tiny_tokenizers import byte_level_metadata, wrap
