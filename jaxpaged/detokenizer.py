@@ -4,7 +4,8 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from itertools import takewhile
 
-from jaxpaged.tokenizer import ByteRule, Tokenizer
+from jaxpaged.token_bytes import ByteRule
+from jaxpaged.tokenizer import Tokenizer
 
 _UNDECODABLE = "\ufffd"
 # A character has at most four bytes, so at most three tokens can be waiting for the rest of one.

@@ -1,13 +1,11 @@
 """Text to token ids and back, for a Hugging Face directory or a GGUF file. Nothing here needs JAX or PyTorch."""
 
-import json
 import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,23 +15,8 @@ from tokenizers import Tokenizer as Backend
 
 from jaxpaged.chat_template import RESERVED, ChatTemplate, Renderer, TemplateJob
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError
-
-# Characters that stand for special-token text of a message while a template is rendered: private use, plane 16.
-_STAND_INS = range(0x100000, 0x10FFFE)
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRule:
-    """How the tokens' own bytes make up text, for the two decoders that nearly all language models have.
-
-    Attributes:
-        byte_level: tokens are spelled in GPT-2's byte alphabet; otherwise they are text with `▁` for a space, and
-            tokens like `<0xE4>` for single bytes.
-        strip: number of spaces removed at the very start of a text.
-    """
-
-    byte_level: bool
-    strip: int = 0
+from jaxpaged.stand_ins import StandIns, any_of
+from jaxpaged.token_bytes import find_byte_rule, find_max_token_chars
 
 
 class Tokenizer:
@@ -61,8 +44,8 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self._added = {token.content: token for token in added.values()}
         self._special = {number: token.content for number, token in added.items() if token.special}
-        self.byte_rule = _byte_rule(self.backend)
-        self.max_token_chars = _max_token_chars(self.backend, self.byte_rule, added.values())
+        self.byte_rule = find_byte_rule(self.backend)
+        self.max_token_chars = find_max_token_chars(self.backend, self.byte_rule, added.values())
         self.render_chat_template: Renderer | None = None
         self._template: tuple[Any, ChatTemplate] | None = None
         self._bytes: dict[int, bytes] = {}
@@ -137,7 +120,7 @@ class Tokenizer:
                                param="continue_final_message")
         variables = self._check_template_kwargs(chat_template_kwargs)
         try:
-            guard = _StandIns(self._special_pattern, (messages, tools, variables))
+            guard = StandIns(self._special_pattern, (messages, tools, variables))
             job = TemplateJob(guard.hide(messages), guard.hide(tools), add_generation_prompt, continue_final_message,
                               guard.hide(variables))
         except RecursionError:
@@ -170,7 +153,7 @@ class Tokenizer:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        return _any_of(self._special.values())
+        return any_of(self._special.values())
 
     @cached_property
     def _literal(self) -> tuple[Backend, dict[str, str], dict[int, int]]:
@@ -193,11 +176,11 @@ class Tokenizer:
         numbers = backend.get_vocab()
         return backend, aliases, {numbers[aliases[text]]: number for number, text in self._special.items()}
 
-    def _encode_guarded(self, text: str, guard: "_StandIns") -> list[int]:
+    def _encode_guarded(self, text: str, guard: StandIns) -> list[int]:
         with self._lock:
             backend, aliases, originals = self._literal
         # Other added tokens take part in the search, since the leftmost of all wins, and stay as they are.
-        marked = _any_of(self._added).sub(lambda found: aliases.get(found[0], found[0]), text)
+        marked = any_of(self._added).sub(lambda found: aliases.get(found[0], found[0]), text)
         ids = self._encode(backend, guard.restore(marked), False, "messages")
         return [originals.get(number, number) for number in ids]
 
@@ -218,55 +201,7 @@ class Tokenizer:
         if self.byte_rule is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
         token = self.backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self.byte_rule.byte_level:
-            try:
-                return bytes(_BYTE_OF[char] for char in token)
-            except KeyError:
-                return token.encode()
-        single = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
-        return bytes.fromhex(single[1]) if single else token.replace("▁", " ").encode()
-
-
-class _StandIns:
-    """Special-token text of one request's messages, each replaced by one character that occurs nowhere in them.
-
-    One character, so that a template that cuts or compares strings cannot take it apart.
-    """
-
-    def __init__(self, pattern: re.Pattern[str], given: Any) -> None:
-        self._pattern = pattern
-        self._of: dict[str, str] = {}
-        texts = list(_strings_in(given))
-        found = {match for text in texts for match in pattern.findall(text)}
-        if found:
-            taken = {char for text in texts for char in text if ord(char) in _STAND_INS}
-            free = (chr(number) for number in _STAND_INS if chr(number) not in taken)
-            self._of = dict(zip(sorted(found), free, strict=False))
-            if len(self._of) < len(found):
-                raise RequestError("the messages use too many private-use characters", param="messages")
-
-    @property
-    def used(self) -> bool:
-        """Whether anything had to be replaced."""
-        return bool(self._of)
-
-    def hide(self, value: Any) -> Any:
-        """Replace special-token text in every string of a JSON-like value, keys included."""
-        if not self._of:
-            return value
-        if isinstance(value, str):
-            return self._pattern.sub(lambda found: self._of[found[0]], value)
-        if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.hide(item) for item in value]
-        return value
-
-    def restore(self, text: str) -> str:
-        """Put the replaced text back."""
-        return text.translate({ord(char): original for original, char in self._of.items()})
+        return b"" if token is None else self.byte_rule.bytes_of(token)
 
 
 def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:
@@ -339,74 +274,3 @@ class _QuietImport:
 
 def _drop_advice(record: logging.LogRecord) -> bool:
     return "PyTorch" not in record.getMessage()
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds the leftmost and there the longest of the texts, as the tokenizer does."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-
-def _strings_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings_in(key)
-            yield from _strings_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings_in(item)
-
-
-def _byte_rule(backend: Backend) -> ByteRule | None:
-    """Recognise the two decoders whose every step is known; anything else is left to the library."""
-    steps = _steps(backend.decoder, "decoders")
-    if [step["type"] for step in steps] == ["ByteLevel"]:
-        return ByteRule(byte_level=True)
-    if steps[:3] != [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
-                     {"type": "Fuse"}]:
-        return None
-    if len(steps) == 3:
-        return ByteRule(byte_level=False)
-    last = steps[3]
-    if len(steps) == 4 and last["type"] == "Strip" and last["content"] == " " and last["stop"] == 0:
-        return ByteRule(byte_level=False, strip=last["start"])
-    return None
-
-
-def _max_token_chars(backend: Backend, rule: ByteRule | None, added: Iterable[AddedToken]) -> int | None:
-    """Longest text of one token in characters, where no step of the tokenizer drops or folds text without bound."""
-    if rule is None or any(token.lstrip or token.rstrip for token in added):
-        return None
-    if not rule.byte_level and not getattr(backend.model, "byte_fallback", False):
-        return None  # any run of unknown characters may become one token
-    fold = 1
-    for step in _steps(backend.normalizer, "normalizers"):
-        kind = step["type"]
-        if kind == "NFC":
-            fold = 4  # one character is composed of at most so many
-        elif kind != "Prepend" and not (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"]):
-            return None
-    for step in _steps(backend.pre_tokenizer, "pretokenizers"):
-        if step["type"] not in ("ByteLevel", "Digits", "Metaspace", "Split") or step.get("behavior") == "Removed":
-            return None
-    return fold * max(map(len, backend.get_vocab()))
-
-
-def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normaliser, pre-tokenizer or decoder, as the library writes them to JSON."""
-    if component is None:
-        return []
-    state: dict[str, Any] = json.loads(component.__getstate__())
-    return list(state[inner]) if state["type"] == "Sequence" else [state]
-
-
-def _gpt2_alphabet() -> dict[str, int]:
-    """Characters that stand for bytes in byte-level vocabularies: printable ones for themselves, others from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF = _gpt2_alphabet()
