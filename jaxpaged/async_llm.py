@@ -6,7 +6,8 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +27,7 @@ from jaxpaged.sampling_params import SamplingParams
 class AsyncLLM:
     """A model whose requests come and go one by one; the engine runs in a thread of its own.
 
-    Its methods belong to one event loop, the one that is running at the first `generate`.
+    Its requests belong to one event loop at a time: once all have ended another one may go on.
 
     Args:
         model, engine_args: as for `LLM`.
@@ -47,6 +48,7 @@ class AsyncLLM:
         self._keys: dict[str, str] = {}  # name of a running request -> the engine's key for it
         self._aborted: set[str] = set()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._calls: set[Future[Any]] = set()  # that the engine has not answered yet
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(engine,), name="jaxpaged-engine", daemon=True)
         self._thread.start()
@@ -55,7 +57,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; leaving the loop early stops it.
 
         Args:
@@ -68,7 +70,7 @@ class AsyncLLM:
             RequestError: the request cannot be served.
             EngineDeadError: the engine has ended.
         """
-        self._loop = self._loop or asyncio.get_running_loop()
+        self._belong_to(asyncio.get_running_loop())
         name = request_id or f"request-{next(self._ordinals)}"
         if name in self._keys:
             raise RequestError("a request with this request_id is running", param="request_id")
@@ -89,6 +91,12 @@ class AsyncLLM:
         finally:
             del self._keys[name]
             self._aborted.discard(key)
+
+    def _belong_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is not None and self._loop is not loop and self._keys and not self._loop.is_closed():
+            raise RequestError("requests of another event loop are running; wait for them, or make an AsyncLLM for "
+                               "each event loop")
+        self._loop = loop
 
     async def _outputs_of(self, request: ProcessedRequest) -> AsyncGenerator[RequestOutput, None]:
         key = request.request_id
@@ -142,10 +150,14 @@ class AsyncLLM:
 
     async def _call(self, action: Callable[[Engine], Any]) -> Any:
         call = EngineCall(action)
+        self._calls.add(call.result)
         self._inbox.put(call)
-        if self._failure is not None:  # asked for only now: whoever ends the engine looks for calls after that
-            raise self._failure
-        return await asyncio.wrap_future(call.result)
+        try:
+            if self._failure is not None:  # asked for only now: whoever ends the engine looks for calls after that
+                raise self._failure
+            return await asyncio.wrap_future(call.result)
+        finally:
+            self._calls.discard(call.result)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer."""
@@ -174,13 +186,13 @@ class AsyncLLM:
             run_engine_loop(engine, self._receive, self._send)
             engine.shutdown()
             failure = EngineDeadError("this AsyncLLM has been shut down")
-        except Exception as error:
+        except Exception as error:  # whatever it is, everyone who waits is told
             failure = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
         self._failure = failure
-        for message in self._receive(False):
-            if isinstance(message, EngineCall):
-                message.result.set_exception(failure)
+        for call in list(self._calls):
+            if not call.done():
+                call.set_exception(failure)
         self._on_loop(self._fail_all, failure)
 
     def _receive(self, block: bool) -> list[Message]:

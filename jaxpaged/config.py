@@ -4,6 +4,7 @@ Each field is one keyword of `LLM` and one flag of the server; `metadata` holds 
 """
 
 import difflib
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -104,6 +105,8 @@ class EngineConfig:
             if choices and getattr(self, item.name) not in choices:
                 raise ConfigError(f"{item.name} must be one of {', '.join(map(str, choices))}, "
                                   f"not {getattr(self, item.name)!r}")
+            if isinstance(item.default, bool) and not isinstance(getattr(self, item.name), bool):
+                raise ConfigError(f"{item.name} must be True or False, not {getattr(self, item.name)!r}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens",
                      "max_waiting_requests", "tensor_parallel_size", "pipeline_parallel_size",
                      "data_parallel_size"):
@@ -147,7 +150,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        """Make a config from keyword arguments; an unknown one is an error that suggests the nearest.
+        """Make a config from keyword arguments, paths included; an unknown one is an error that suggests the nearest.
 
         Raises:
             ConfigError: an unknown keyword or a bad value.
@@ -158,7 +161,8 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, names, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown engine argument {name}{hint}")
-        return cls(**kwargs)
+        return cls(**{name: os.fspath(value) if isinstance(value, os.PathLike) else value
+                      for name, value in kwargs.items()})
 
 
 NOT_SUPPORTED = (

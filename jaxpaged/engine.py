@@ -43,6 +43,10 @@ class Engine:
         report: called with each line that the user should see at start.
         model: a model already in memory, in place of `config.model`.
 
+    Attributes:
+        info: what it has settled on.
+        broken: a step has been left in the middle by an exception; nothing can go on from there.
+
     Raises:
         ConfigError, CheckpointError: with what to change.
     """
@@ -76,6 +80,7 @@ class Engine:
         self._undelivered: list[TokenDelta] = []
         self._stats = EngineStats(blocks_total=self._allocator.num_usable, compilations=self._runner.num_compiled)
         self._busy_since: float | None = None
+        self.broken = False
 
     @property
     def params(self) -> Params:
@@ -121,6 +126,7 @@ class Engine:
         Returns:
             What the step before gave; nothing on the first call, since a step's ids arrive with the next one.
         """
+        self.broken = True
         self._note_idle_device()
         step = self._scheduler.schedule(time.monotonic())
         dispatched = self._runner.dispatch(step) if step.pieces else None
@@ -132,6 +138,7 @@ class Engine:
         self._in_flight = dispatched
         stats = self.stats()
         self._stats = dataclasses.replace(self._stats, step_seconds=(), step_tokens=())
+        self.broken = False
         return EngineOutputs(tuple(deltas), stats)
 
     def stats(self) -> EngineStats:

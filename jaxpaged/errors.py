@@ -54,3 +54,8 @@ class OverloadedError(RequestError):
 
 class EngineDeadError(JaxpagedError, RuntimeError):
     """The engine has stopped and answers no more requests."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line; its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

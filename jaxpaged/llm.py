@@ -3,9 +3,11 @@
 import dataclasses
 import difflib
 import itertools
+import os
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,9 +16,10 @@ from tqdm import tqdm
 from jaxpaged.config import DEFAULT_MODEL, EngineConfig
 from jaxpaged.embeddings import EMBEDDING_PARAMS, for_embedding, normalised
 from jaxpaged.engine import Engine
-from jaxpaged.errors import ConfigError, NotSupportedError, RequestError
+from jaxpaged.errors import ConfigError, EngineDeadError, NotSupportedError, RequestError, first_line
 from jaxpaged.front import Front
 from jaxpaged.input_processor import ProcessedRequest
+from jaxpaged.interrupts import HeldInterrupts
 from jaxpaged.messages import EngineInfo
 from jaxpaged.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -32,12 +35,12 @@ def print_line(line: str) -> None:
 
 
 def in_memory_model(model: Any) -> InMemoryModel | None:
-    """A (module, params) pair as a model in memory; None for anything that names files.
+    """A (module, params) pair as a model in memory; None for a name or path.
 
     Raises:
         ConfigError: a pair of something else.
     """
-    if isinstance(model, str):
+    if isinstance(model, (str, os.PathLike)):
         return None
     from jaxpaged.models.transformer import Transformer
 
@@ -47,7 +50,9 @@ def in_memory_model(model: Any) -> InMemoryModel | None:
 
 
 class LLM:
-    """A loaded model and its engine, for batches of prompts. Belongs to one thread.
+    """A loaded model and its engine, for batches of prompts. Calls from several threads run one after the other.
+
+    Ctrl-C ends the call that runs, with its requests, and leaves the LLM usable.
 
     Args:
         model: a directory, a .gguf file, a hub id, nothing for the embedded default, or a (module, params) pair of a
@@ -66,6 +71,8 @@ class LLM:
         self._engine: Engine | None = Engine(config, print_line, model=in_memory)
         self.info: EngineInfo = self._engine.info
         self._front = Front(config, self.info, has_files=in_memory is None)
+        self._lock = threading.Lock()  # around every use of the engine, and of what is not `inputs` in the front
+        self._gone = "this LLM has been shut down; make a new one"
         self._ordinals = itertools.count()
         print_line(self.info.summary())
 
@@ -130,10 +137,10 @@ class LLM:
         Beside them `jaxpaged:kv_internal_fragmentation_ratio_mean`, the mean over all steps so far, and sums over all
         steps of the blocks in use and of those that sharing saved.
         """
-        engine = self._live_engine()
-        stats = engine.stats()
-        self._front.metrics.record_stats(dataclasses.replace(stats, step_seconds=(), step_tokens=()))
-        values = self._front.metrics.values()
+        with self._lock:
+            stats = self._live_engine().stats()
+            self._front.metrics.record_stats(dataclasses.replace(stats, step_seconds=(), step_tokens=()))
+            values = self._front.metrics.values()
         held = stats.kv_slots_held_sum
         values["jaxpaged:kv_internal_fragmentation_ratio_mean"] = stats.kv_slots_empty_sum / held if held else 0.0
         values["jaxpaged:kv_blocks_used_sum"] = stats.blocks_used_sum
@@ -150,11 +157,13 @@ class LLM:
         Raises:
             ConfigError: the tree, a shape or a dtype differs.
         """
-        self._live_engine().update_weights(params)
+        with self._lock, HeldInterrupts():
+            self._live_engine().update_weights(params)
 
     def reset_prefix_cache(self) -> bool:
         """Share nothing that has been computed so far with later requests; always succeeds."""
-        self._live_engine().reset_prefix_cache()
+        with self._lock, HeldInterrupts():
+            self._live_engine().reset_prefix_cache()
         return True
 
     def beam_search(
@@ -211,9 +220,10 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free the model and the KV pool; the LLM cannot be used any more."""
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
+        with self._lock:
+            if self._engine is not None:
+                self._engine.shutdown()
+                self._engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -225,7 +235,7 @@ class LLM:
 
     def _live_engine(self) -> Engine:
         if self._engine is None:
-            raise ConfigError("this LLM has been shut down; make a new one")
+            raise EngineDeadError(self._gone)
         return self._engine
 
     def _run(
@@ -248,26 +258,27 @@ class LLM:
         return self._run_all(requests, use_tqdm)
 
     def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        engine = self._live_engine()
-        try:
-            for request in requests:
-                self._front.begin(request)
-                for sequence in request.sequences:
-                    engine.add_request(sequence)
-            finished = self._finish_all(engine, requests, use_tqdm)
-        except BaseException:  # a refusal or an interrupt: leave nothing running
-            for request in requests:
-                engine.abort(self._front.abort(request.request_id, time.monotonic()))
-            raise
+        with self._lock, HeldInterrupts() as interrupts:
+            engine = self._live_engine()
+            try:
+                for request in requests:
+                    self._front.begin(request)
+                    for sequence in request.sequences:
+                        engine.add_request(sequence)
+                finished = self._finish_all(engine, requests, use_tqdm, interrupts)
+            except BaseException as error:  # a refusal, an interrupt or a failure: leave nothing running
+                self._leave(engine, requests, error)
+                raise
         return [finished[request.request_id] for request in requests]
 
     def _finish_all(
-        self, engine: Engine, requests: Sequence[ProcessedRequest], use_tqdm: bool
+        self, engine: Engine, requests: Sequence[ProcessedRequest], use_tqdm: bool, interrupts: HeldInterrupts
     ) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             tokens = 0
             while engine.has_work():
+                interrupts.check()
                 done = self._front.process(engine.step(), time.monotonic())
                 engine.abort(done.to_abort)
                 for output in done.outputs:
@@ -277,6 +288,16 @@ class LLM:
                         bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                         bar.update()
         return finished
+
+    def _leave(self, engine: Engine, requests: Sequence[ProcessedRequest], error: BaseException) -> None:
+        """Abort requests; an engine that has failed in the middle of a step is given up, and its memory with it."""
+        for request in requests:
+            sequences = self._front.abort(request.request_id, time.monotonic())
+            if not engine.broken:
+                engine.abort(sequences)
+        if engine.broken:
+            self._engine = None
+            self._gone = f"this LLM's engine has failed ({type(error).__name__}: {first_line(error)}); make a new one"
 
 
 def generate(
@@ -323,14 +344,19 @@ def _params_from(sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 def _batch(prompts: Any) -> list[Prompt]:
-    one = isinstance(prompts, (str, Mapping)) or (
-        isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts))
-    return [prompts] if one else list(prompts)
+    if isinstance(prompts, (str, Mapping)) or (
+            isinstance(prompts, Sequence) and prompts and all(isinstance(item, int) for item in prompts)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError("prompts must be a text, a list of token ids, a dict, or a list of these", param="prompt")
+    return list(prompts)
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
+        raise RequestError("sampling_params must be a SamplingParams or a list of them", param="sampling_params")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all or one for each",
                            param="sampling_params")

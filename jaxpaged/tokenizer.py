@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxpaged.chat_template import RESERVED, ChatTemplate, Renderer, TemplateJob
-from jaxpaged.errors import CheckpointError, ConfigError, RequestError
+from jaxpaged.errors import CheckpointError, ConfigError, RequestError, first_line
 from jaxpaged.stand_ins import StandIns, any_of
 from jaxpaged.token_bytes import find_byte_rule, find_max_token_chars
 
@@ -246,8 +246,7 @@ def _load_directory(path: Path) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of many kinds, the libraries' own among them
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"cannot read a tokenizer from {path}: {reason}") from error
+        raise CheckpointError(f"cannot read a tokenizer from {path}: {first_line(error)}") from error
     if not getattr(hf, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json; save one with transformers")
     return Tokenizer(hf)

@@ -1,57 +1,29 @@
-"""The Python API as users type it: LLM, generate and AsyncLLM on a tiny model."""
+"""The Python API as users type it: LLM and generate on a tiny model."""
 
-import asyncio
-import contextlib
-import gc
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from flax import nnx
 
 import jaxpaged
-from jaxpaged import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
-from jaxpaged.engine import Engine
+from jaxpaged import LLM, RequestOutput, SamplingParams
 from jaxpaged.errors import (
     CheckpointError,
     ConfigError,
     ContextLengthError,
     EngineDeadError,
     NotSupportedError,
-    OverloadedError,
     RequestError,
 )
-from jaxpaged.execution.model_runner import ModelRunner
-from jaxpaged.messages import EngineOutputs
-from tests.tiny_llama import (
-    CONFIG,
-    CONTEXT,
-    ENGINE_ARGS,
-    EOS,
-    Reference,
-    module_and_params,
-    random_prompt,
-    random_weights,
-    write_model,
-)
-
-REFERENCE = Reference(CONFIG, random_weights())
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llm") / "model")
-
-
-@pytest.fixture(scope="module")
-def llm(model_path: Path) -> Iterator[LLM]:
-    with LLM(model=str(model_path), **ENGINE_ARGS) as llm:
-        yield llm
+from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
+from jaxpaged.scheduling.scheduler_output import SchedulerOutput
+from tests.tiny_llama import CONFIG, CONTEXT, ENGINE_ARGS, EOS, module_and_params, random_prompt, write_model
+from tests.tiny_llm import GAUGES, GREEDY, check_greedy, large_arrays
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +37,6 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
 
 def ids_of(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def check_greedy(outputs: Sequence[RequestOutput], length: int = 8) -> None:
-    for output in outputs:
-        assert output.finished and len(output.outputs) == 1
-        [choice] = output.outputs
-        assert choice.index == 0 and choice.finish_reason == "length" and choice.stop_reason is None
-        assert REFERENCE.error(output.prompt_token_ids, choice.token_ids, length) is None
 
 
 # Prompts
@@ -114,7 +78,7 @@ def test_no_prompts_give_no_results(llm: LLM) -> None:
 
 @pytest.mark.parametrize("prompt", [
     "", {"prompt": ""}, {"prompt_token_ids": []}, [[]], ["ok", ""], {"prompt_token_ids": [-1]},
-    {"prompt_token_ids": [CONFIG["vocab_size"]]}, [[1, True]], [[1.5]], [None], {"text": "x"}, ["ok", 5],
+    {"prompt_token_ids": [CONFIG["vocab_size"]]}, [[1, True]], [[1.5]], [None], {"text": "x"}, ["ok", 5], None, 5,
 ], ids=repr)
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError) as caught:
@@ -144,6 +108,9 @@ def test_parameters_for_all_for_each_or_none(llm: LLM) -> None:
     assert 1 <= len(output.outputs[0].token_ids) <= 16
     with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
         llm.generate([[1], [2]], [GREEDY], use_tqdm=False)
+    for wrong in ({"max_tokens": 3}, [{"max_tokens": 3}], 5):
+        with pytest.raises(RequestError, match="must be a SamplingParams"):
+            llm.generate([[1]], wrong, use_tqdm=False)  # type: ignore[arg-type]
 
 
 def test_several_choices(llm: LLM) -> None:
@@ -345,6 +312,8 @@ def test_unknown_engine_arguments_are_refused_with_a_suggestion(model_path: Path
         LLM(model=str(model_path), max_num_sequences=4)
     with pytest.raises(ConfigError, match="max_num_seqs must be"):
         LLM(model=str(model_path), max_num_seqs=0)
+    with pytest.raises(ConfigError, match="enable_prefix_caching must be True or False"):
+        LLM(model=str(model_path), enable_prefix_caching="false")
 
 
 @pytest.mark.parametrize("arguments", [
@@ -394,13 +363,8 @@ def test_an_llm_that_was_shut_down_says_so(model_path: Path) -> None:
     llm.shutdown()
     for call in (lambda: llm.generate("x", GREEDY), lambda: llm.get_metrics(), lambda: llm.update_weights({}),
                  lambda: llm.chat([{"role": "user", "content": "x"}], GREEDY), lambda: jaxpaged.generate(llm, "x")):
-        with pytest.raises(ConfigError, match="shut down"):
+        with pytest.raises(EngineDeadError, match="shut down"):
             call()
-
-
-def large_arrays(known: Sequence[int] = ()) -> list[int]:
-    gc.collect()
-    return [id(array) for array in jax.live_arrays() if array.size > 1000 and id(array) not in known]
 
 
 def test_shutting_down_frees_the_model(model_path: Path) -> None:
@@ -412,24 +376,60 @@ def test_shutting_down_frees_the_model(model_path: Path) -> None:
     assert not large_arrays(before)
 
 
-def test_an_interrupt_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Engine.step
-    calls: list[int] = []
+def in_third_step(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Let something happen in the middle of the third step from now on."""
+    dispatch, calls = ModelRunner.dispatch, list[int]()
 
-    def interrupted(self: Engine) -> EngineOutputs:
+    def disturbed(self: ModelRunner, step: SchedulerOutput) -> StepInFlight:
         calls.append(1)
         if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step(self)
+            happens()
+        return dispatch(self, step)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([random_prompt(20, number) for number in range(6)], GREEDY, use_tqdm=False)
+    monkeypatch.setattr(ModelRunner, "dispatch", disturbed)
+
+
+def test_ctrl_c_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the call, but not in the middle of a step: then blocks that nobody has written would count as cached."""
     prompts = [random_prompt(20, number) for number in range(6)]
+    with monkeypatch.context() as patch:
+        in_third_step(patch, lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [list(output.prompt_token_ids) for output in outputs] == prompts
     check_greedy(outputs)
+
+
+def test_a_step_that_fails_is_the_end_of_an_llm(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C, which does not wait, too. The memory is free again, and each further call says why."""
+    before = large_arrays()
+
+    def out_of_memory() -> None:
+        raise RuntimeError("the device is full")
+
+    def impatient() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    for happens, error in ((out_of_memory, RuntimeError), (impatient, KeyboardInterrupt)):
+        llm = LLM(model_path, **ENGINE_ARGS)
+        with monkeypatch.context() as patch:
+            in_third_step(patch, happens)
+            with pytest.raises(error):
+                llm.generate([[1, 2, 3], [4, 5]], GREEDY, use_tqdm=False)
+        with pytest.raises(EngineDeadError, match=error.__name__):
+            llm.generate([[1]], GREEDY, use_tqdm=False)
+        llm.shutdown()
+        assert not large_arrays(before)
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    prompts = [[random_prompt(20, 3 * thread + number) for number in range(3)] for thread in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for outputs in threads.map(lambda batch: llm.generate(batch, GREEDY, use_tqdm=False), prompts):
+            check_greedy(outputs)
 
 
 def test_metrics_count(llm: LLM) -> None:
@@ -445,271 +445,3 @@ def test_metrics_count(llm: LLM) -> None:
     assert gained["vllm:prefix_cache_queries"] == 25 and gained["vllm:prefix_cache_hits"] == 0
     assert gained["jaxpaged:compilations"] == 0
     assert 0 < after["jaxpaged:kv_internal_fragmentation_ratio_mean"] < 1
-
-
-# AsyncLLM
-
-
-Use = Callable[[AsyncLLM], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def use(model_path: Path) -> Callable[[Use], None]:
-    """Runs a coroutine function on a fresh AsyncLLM, within a time limit, and ends the AsyncLLM."""
-
-    def run(work: Use) -> None:
-        async def main() -> None:
-            async with AsyncLLM(model=str(model_path), **ENGINE_ARGS) as llm, asyncio.timeout(60):
-                await work(llm)
-
-        asyncio.run(main())
-
-    return run
-
-
-async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in stream]
-
-
-async def until_idle(llm: AsyncLLM) -> None:
-    """Wait until the engine has nothing to do and has given all blocks back."""
-    while llm._streams or llm._num_live or any(llm.get_metrics()[name] for name in GAUGES):
-        await asyncio.sleep(0.01)
-
-
-LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-
-
-def test_concurrent_streams(use: Callable[[Use], None]) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        prompts = [random_prompt(3 + 5 * number, number) for number in range(8)]
-        streams = [llm.generate({"prompt_token_ids": prompt}, GREEDY) for prompt in prompts]
-        results = await asyncio.gather(*map(collect, streams))
-        for prompt, outputs in zip(prompts, results, strict=True):
-            assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 9))
-            assert [output.finished for output in outputs] == [False] * 7 + [True]
-            assert list(outputs[-1].prompt_token_ids) == prompt
-            check_greedy(outputs[-1:])
-        assert len({outputs[0].request_id for outputs in results}) == 8
-        await until_idle(llm)
-        assert llm.get_metrics()["vllm:request_success"] == 8
-
-    use(work)
-
-
-@pytest.mark.parametrize("kind", RequestOutputKind)
-def test_what_a_stream_holds(use: Callable[[Use], None], kind: RequestOutputKind) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        params = SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True, output_kind=kind)
-        outputs = await collect(llm.generate("hello", params, "mine"))
-        assert {output.request_id for output in outputs} == {"mine"} and outputs[-1].finished
-        whole = await collect(llm.generate("hello", SamplingParams(n=2, seed=1, max_tokens=9, ignore_eos=True)))
-        wanted = whole[-1].outputs
-        if kind is RequestOutputKind.FINAL_ONLY:
-            assert len(outputs) == 1
-        if kind is not RequestOutputKind.DELTA:
-            assert outputs[-1].outputs == wanted
-            return
-        for index in range(2):
-            parts = [choice for output in outputs for choice in output.outputs if choice.index == index]
-            assert "".join(part.text for part in parts) == wanted[index].text
-            assert sum((part.token_ids for part in parts), ()) == wanted[index].token_ids
-            assert [part.finish_reason for part in parts if part.finish_reason] == ["length"]
-
-    use(work)
-
-
-def test_abort_ends_a_stream_with_what_it_has(use: Callable[[Use], None]) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        other = asyncio.create_task(collect(llm.generate([9, 9], GREEDY)))
-        outputs = []
-        async for output in llm.generate([1, 2], LONG, "mine"):
-            outputs.append(output)
-            if len(outputs) == 3:
-                await llm.abort("mine")
-                await llm.abort("mine")
-                await llm.abort("unknown")
-        [choice] = outputs[-1].outputs
-        assert outputs[-1].finished and choice.finish_reason == "abort" and 3 <= len(choice.token_ids) < 100
-        assert REFERENCE.error([1, 2], choice.token_ids) is None
-        check_greedy((await other)[-1:])
-        await until_idle(llm)
-        await llm.abort("mine")
-        check_greedy((await collect(llm.generate([1, 2], GREEDY, "mine")))[-1:])
-
-    use(work)
-
-
-def test_abort_reaches_a_request_whose_prompt_is_still_being_read(use: Callable[[Use], None]) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        task = asyncio.create_task(collect(llm.generate([1, 2], LONG, "mine")))
-        await asyncio.sleep(0)  # it has begun and waits for its prompt to be processed
-        await llm.abort("mine")
-        outputs = await task
-        assert outputs[-1].outputs[0].finish_reason == "abort"
-        await until_idle(llm)
-
-    use(work)
-
-
-def test_leaving_a_stream_early_stops_the_request(use: Callable[[Use], None]) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        async for _ in llm.generate([1, 2], LONG):
-            break
-        await until_idle(llm)
-        task = asyncio.create_task(collect(llm.generate([3], LONG)))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until_idle(llm)
-        assert llm.get_metrics()["vllm:generation_tokens"] < 200
-        check_greedy((await collect(llm.generate([3], GREEDY)))[-1:])
-
-    use(work)
-
-
-def test_bad_requests_disturb_nobody(use: Callable[[Use], None]) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        running = asyncio.create_task(collect(llm.generate([1, 2], LONG, "mine")))
-        await asyncio.sleep(0.01)
-        for prompt, params, error in (
-            ("", GREEDY, RequestError), ([1] * 125, GREEDY, ContextLengthError),
-            ([1], SamplingParams(logprobs=21), RequestError),
-        ):
-            with pytest.raises(error):
-                await collect(llm.generate(prompt, params))
-        with pytest.raises(RequestError, match="request_id"):
-            await collect(llm.generate([5], LONG, "mine"))
-        check_greedy((await running)[-1:], 100)
-
-    use(work)
-
-
-def test_a_full_queue_refuses(model_path: Path) -> None:
-    async def main() -> None:
-        async with AsyncLLM(model=str(model_path), **ENGINE_ARGS, max_waiting_requests=2) as llm, asyncio.timeout(60):
-            tasks = [asyncio.create_task(collect(llm.generate([1, 2], LONG))) for _ in range(5)]
-            while llm._num_live < 5:
-                await asyncio.sleep(0)
-            with pytest.raises(OverloadedError):  # each choice counts
-                await collect(llm.generate([1, 2], SamplingParams(n=2, max_tokens=8)))
-            tasks.append(asyncio.create_task(collect(llm.generate([1, 2], LONG))))
-            while llm._num_live < 6:
-                await asyncio.sleep(0)
-            with pytest.raises(OverloadedError):
-                await collect(llm.generate([1, 2], GREEDY))
-            for task in tasks:
-                check_greedy((await task)[-1:], 100)
-            check_greedy((await collect(llm.generate([1, 2], GREEDY)))[-1:])
-
-    asyncio.run(main())
-
-
-def test_a_priority_is_refused_unless_the_policy_looks_at_it(use: Callable[[Use], None]) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        with pytest.raises(RequestError, match="priority"):
-            await collect(llm.generate([1, 2], GREEDY, priority=3))
-
-    use(work)
-
-
-def test_shutdown_ends_what_is_running(model_path: Path) -> None:
-    async def main() -> None:
-        llm = AsyncLLM(model=str(model_path), **ENGINE_ARGS)
-        tasks = [asyncio.create_task(collect(llm.generate([number], LONG))) for number in range(6)]
-        while not llm._streams:
-            await asyncio.sleep(0.001)
-        async with asyncio.timeout(30):
-            await asyncio.to_thread(llm.shutdown)
-            for task in tasks:
-                with pytest.raises(EngineDeadError, match="shut down"):
-                    await task
-            with pytest.raises(EngineDeadError, match="shut down"):
-                await collect(llm.generate([1], GREEDY))
-            await asyncio.to_thread(llm.shutdown)
-
-    asyncio.run(main())
-
-
-def test_shutting_down_an_asyncllm_frees_the_model(model_path: Path) -> None:
-    async def main() -> None:
-        before = large_arrays()
-        llm = AsyncLLM(model=str(model_path), **ENGINE_ARGS)
-        check_greedy((await collect(llm.generate([1, 2], GREEDY)))[-1:])
-        assert len(large_arrays(before)) > 10
-        await asyncio.to_thread(llm.shutdown)
-        assert not large_arrays(before)
-
-    asyncio.run(main())
-
-
-def test_a_name_can_be_used_again_at_once(use: Callable[[Use], None]) -> None:
-    """Even while the engine still delivers the end of the request that had it before."""
-    async def work(llm: AsyncLLM) -> None:
-        for number in range(5):
-            async with contextlib.aclosing(llm.generate([number, 2], LONG, "mine")) as stream:  # type: ignore[type-var]
-                async for output in stream:
-                    if len(output.outputs[0].token_ids) == number + 1:
-                        break
-            outputs = await collect(llm.generate([number, 3], GREEDY, "mine"))
-            assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 9))
-            check_greedy(outputs[-1:])
-
-    use(work)
-
-
-def test_shutdown_reaches_a_request_whose_prompt_is_still_being_read(model_path: Path) -> None:
-    """It must get an answer, not wait for an engine that is gone."""
-    async def main() -> None:
-        llm = AsyncLLM(model=str(model_path), **ENGINE_ARGS)
-        await collect(llm.generate([1], GREEDY))
-        task = asyncio.create_task(collect(llm.generate([1], GREEDY)))
-        await asyncio.sleep(0)  # it has begun and waits for its prompt to be processed
-        llm.shutdown()
-        async with asyncio.timeout(10):
-            with pytest.raises(EngineDeadError, match="shut down"):
-                await task
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_fails_says_so_to_everyone(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        llm = AsyncLLM(model=str(model_path), **ENGINE_ARGS)
-
-        def broken(self: ModelRunner, step: Any) -> Any:
-            raise ValueError("the device is on fire")
-
-        monkeypatch.setattr(ModelRunner, "dispatch", broken)
-        async with asyncio.timeout(30):
-            for _ in range(2):
-                with pytest.raises(EngineDeadError, match="ValueError: the device is on fire"):
-                    await collect(llm.generate([1], GREEDY))
-            await asyncio.to_thread(llm.shutdown)
-
-    asyncio.run(main())
-
-
-def test_asyncllm_takes_new_weights_between_steps(use: Callable[[Use], None]) -> None:
-    async def work(llm: AsyncLLM) -> None:
-        async def greedy() -> tuple[int, ...]:
-            return (await collect(llm.generate([5, 6, 7], GREEDY)))[-1].outputs[0].token_ids
-
-        old = await llm.get_params()
-        first = await greedy()
-        running = asyncio.create_task(collect(llm.generate([1, 2], LONG)))
-        await llm.update_weights(jax.tree.map(lambda leaf: leaf * 0 + 1, old))
-        changed = await greedy()
-        assert changed != first
-        with pytest.raises(ConfigError):
-            await llm.update_weights({"embed": old["embed"]})
-        await llm.update_weights(old)
-        assert await greedy() == first
-        assert len((await running)[-1].outputs[0].token_ids) == 100
-        await until_idle(llm)
-        await asyncio.to_thread(llm.shutdown)
-        with pytest.raises(EngineDeadError):
-            await llm.update_weights(old)
-
-    use(work)

