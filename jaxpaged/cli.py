@@ -1,15 +1,20 @@
 """The console script `jaxpaged`."""
 
+import difflib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from jaxpaged import __version__
 
-_USAGE = """usage: jaxpaged serve [MODEL] [flags]
-       jaxpaged --version
-
-serve   serve a model over the OpenAI protocol; `jaxpaged serve --help` lists the flags
-"""
+# Name, module whose `main` it is, what it does. Imported when it is wanted: --version answers at once.
+_COMMANDS = (
+    ("serve", "server.__main__", "serve a model over the OpenAI protocol"),
+    ("plan", "plan", "print what a model takes of a device's memory"),
+    ("compile", "compile", "compile a model's programs ahead of time"),
+    ("convert", "convert", "save a model with Orbax"),
+    ("models", "models.__main__", "list the architectures that can be served"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,19 +23,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; None for those of the process.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments in (["--version"], ["-v"]):
+    command, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("--version", "-v") and not arguments:
         print(f"jaxpaged {__version__}")
         return 0
-    if arguments and arguments[0] == "serve":
-        # imported late: a command line tool answers --version without reading the server
-        from jaxpaged.server.__main__ import main as serve
-
-        return serve(arguments[1:], prog="jaxpaged serve")
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+    if command in ("-h", "--help"):
+        print("usage: jaxpaged COMMAND [arguments]\n       jaxpaged --version\n")
+        print(*(f"{name:9}{what}" for name, _, what in _COMMANDS), sep="\n")
+        print("\n`jaxpaged COMMAND --help` lists what a command takes")
         return 0
-    print(f"jaxpaged: error: unknown command {arguments[0]}; the command is `jaxpaged serve`", file=sys.stderr)
+    for name, module, _ in _COMMANDS:
+        if command == name:
+            code: int = import_module(f"jaxpaged.{module}").main(arguments, prog=f"jaxpaged {name}")
+            return code
+    names = [name for name, *_ in _COMMANDS]
+    near = difflib.get_close_matches(command, names, 1)
+    hint = f"did you mean `jaxpaged {near[0]}`?" if near else f"the commands are {', '.join(names)}"
+    print(f"jaxpaged: error: unknown command {command}; {hint}", file=sys.stderr)
     return 2
 
 

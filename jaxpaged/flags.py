@@ -16,6 +16,7 @@ from jaxpaged.errors import ConfigError
 GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
           "server": "server"}
 
+
 class Parser(argparse.ArgumentParser):
     """One line per error, and no guessing from abbreviations."""
 

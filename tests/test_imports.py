@@ -106,7 +106,7 @@ def _loaded_by(code: str) -> set[str]:
     return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 
 
-@pytest.mark.parametrize("command", ["server", "plan", "convert", "compile"])
+@pytest.mark.parametrize("command", ["server", "plan", "convert", "compile", "models"])
 def test_help_loads_neither_jax_nor_fastapi(command: str) -> None:
     """What makes `--help` quick."""
     loaded = _loaded_by(f"import runpy, sys\nsys.argv = ['jaxpaged.{command}', '--help']\n"

@@ -161,10 +161,3 @@ def test_answers_at_once_without_the_heavy_imports(command: list[str]) -> None:
     assert done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not imported & {"jax", "flax", "fastapi", "transformers", "numpy", "uvicorn", "tokenizers"}
-
-
-def test_the_console_script_knows_its_commands() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "jaxpaged.cli", "sevre"], env=environment, capture_output=True,
-                          text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "jaxpaged serve" in done.stderr and done.stderr.count("\n") == 1
