@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.limits import RequestLimits
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SWAP_BYTES = 4 * 2**30  # on GPU
@@ -96,6 +97,7 @@ class EngineConfig:
     pipeline_parallel_size: int = _flag(1, "devices to spread the layers over", short="-pp", group="parallel")
     data_parallel_size: int = _flag(1, "copies of the model", short="-dp", group="parallel")
     enable_expert_parallel: bool = _flag(False, "shard experts over the devices", group="parallel")
+    limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -150,12 +152,15 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        """Make a config from keyword arguments, paths included; an unknown one is an error that suggests the nearest.
+        """Make a config from keyword arguments, those of its limits and paths included.
 
         Raises:
-            ConfigError: an unknown keyword or a bad value.
+            ConfigError: an unknown keyword, with the nearest one, or a bad value.
         """
-        names = [item.name for item in fields(cls)]
+        limits = {item.name: kwargs.pop(item.name) for item in fields(RequestLimits) if item.name in kwargs}
+        if limits:
+            kwargs["limits"] = RequestLimits(**limits)
+        names = [item.name for config in (cls, RequestLimits) for item in fields(config)]
         for name in kwargs:
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)

@@ -5,13 +5,14 @@ A constraint's mask depends on the last id, so its row sits out the step that wo
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from jaxpaged.bounded_cache import BoundedCache
+from jaxpaged.messages import Grammar
 from jaxpaged.structured_outputs import Vocabulary
 from jaxpaged.tokenizer import Tokenizer
 
@@ -71,19 +72,20 @@ class Constraints:
         eos_token_ids: the model's end ids.
         vocab_size: ids that the model knows.
         num_logits: entries of a mask; those beyond the vocabulary are never allowed.
+        most_bytes: of compiled grammars that are kept.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, eos_token_ids: tuple[int, ...], vocab_size: int,
-                 num_logits: int) -> None:
+                 num_logits: int, most_bytes: int) -> None:
         self._load, self._eos, self._vocab_size = load_tokenizer, eos_token_ids, vocab_size
         self._words = -(-num_logits // 32)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
         self._lock = threading.Lock()
         self._vocabulary: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: BoundedCache[str, Any] = BoundedCache(MAX_COMPILED, most_bytes)
         self._news = threading.Event()
 
-    def begin(self, grammar: str) -> Constraint:
+    def begin(self, grammar: Grammar) -> Constraint:
         """A constraint at its beginning; it compiles in another thread."""
         return Constraint(self._submit, lambda: self._compile(grammar), self._words)
 
@@ -101,21 +103,17 @@ class Constraints:
         future.add_done_callback(lambda _: self._news.set())
         return future
 
-    def _compile(self, grammar: str) -> Any:
+    def _compile(self, grammar: Grammar) -> Any:
         from llguidance import LLMatcher
 
+        made = self._compiled.get(grammar.text)
+        if made is None:
+            with self._lock:
+                if self._vocabulary is None:
+                    self._vocabulary = self._read_vocabulary()
+            made = LLMatcher(self._vocabulary, grammar.text, log_level=0)
+            self._compiled.put(grammar.text, made, grammar.num_bytes)
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
-                self._compiled.move_to_end(grammar)
-                return found.deep_copy()
-            if self._vocabulary is None:
-                self._vocabulary = self._read_vocabulary()
-        made = LLMatcher(self._vocabulary, grammar, log_level=0)
-        with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
             return made.deep_copy()
 
     def _read_vocabulary(self) -> Any:

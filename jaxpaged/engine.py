@@ -72,7 +72,8 @@ class Engine:
         )
         self._constraints = Constraints(
             lambda: _load_tokenizer(config), eos_token_ids=ready.info.eos_token_ids,
-            vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits)
+            vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits,
+            most_bytes=config.limits.max_grammar_cache_bytes)
         self._beams = BeamSearches()
         self._seed = config.seed
         self._num_seeded = 0

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from jaxpaged.errors import ConfigError
 
 GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
-          "server": "server"}
+          "server": "server", "limits": "limits on what a client may send or ask for"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,12 +38,12 @@ def new_parser(prog: str, description: str) -> Parser:
 
 def add_flags(parser: Parser, configs: Sequence[type], groups: Mapping[str, str], not_supported: Collection[str],
               leave_out: Collection[str] = ()) -> None:
-    """Add a flag for each field of these dataclasses; `metadata` has its help, group, choices and other names."""
+    """Add a flag for each field of these dataclasses that has help; `metadata` has its group, choices, other names."""
     sections = {name: parser.add_argument_group(title) for name, title in groups.items()}
     for config in configs:
         types = typing.get_type_hints(config)
         for item in fields(config):
-            if item.name not in leave_out:
+            if item.name not in leave_out and "help" in item.metadata:
                 _add_flag(sections[item.metadata["group"]], item, types[item.name], item.name in not_supported)
 
 

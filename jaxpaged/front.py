@@ -39,7 +39,8 @@ class Front:
         self.inputs = InputProcessor(
             self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             kv_capacity=(info.num_blocks - 1) * info.block_size, max_logprobs=config.max_logprobs,
-            eos_token_ids=eos, default_params=defaults, takes_priorities=config.scheduling_policy == "priority")
+            eos_token_ids=eos, default_params=defaults, takes_priorities=config.scheduling_policy == "priority",
+            limits=config.limits)
         self.metrics = Metrics(info.model, info, kv_cache_dtype=config.kv_cache_dtype,
                                prefix_caching=config.enable_prefix_caching)
         self._outputs = OutputProcessor(self._tokenizer)

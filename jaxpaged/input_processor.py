@@ -8,15 +8,15 @@ from typing import Any
 from jaxpaged.beam_search import num_candidates
 from jaxpaged.conversation import normalise_messages
 from jaxpaged.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
-from jaxpaged.messages import EngineRequest
+from jaxpaged.limits import RequestLimits
+from jaxpaged.messages import EngineRequest, Grammar
 from jaxpaged.output_processor import sequence_ids
-from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BEAM_CANDIDATES, SamplingParams, StructuredOutputsParams
+from jaxpaged.sampling_params import MAX_BEAM_CANDIDATES, SamplingParams, StructuredOutputsParams
 from jaxpaged.structured_outputs import GrammarChecker
 from jaxpaged.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
 _CODE = "context_length_exceeded"
-MAX_SALT_CHARS = 1024
 # Keys of a generation_config.json that set defaults, and the sampling parameters that they set.
 _GENERATION_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
@@ -53,24 +53,32 @@ class InputProcessor:
         eos_token_ids: ids that end a text: those of the tokenizer, the model's and the generation config together.
         default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
         takes_priorities: whether the engine's policy looks at them; if not, any but 0 is refused.
+        limits: how much a request may hold.
         make_grammar: how to check and compile what a text must look like, where not here.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, kv_capacity: int,
                  max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
                  default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False,
-                 make_grammar: Callable[[StructuredOutputsParams], str] | None = None) -> None:
+                 limits: RequestLimits | None = None,
+                 make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._kv_capacity = kv_capacity
         self._max_logprobs = max_logprobs
-        self._make_grammar = make_grammar or GrammarChecker().grammar
+        self._limits = limits or RequestLimits()
+        self._make_grammar = make_grammar or GrammarChecker(self._limits).grammar
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._takes_priorities = takes_priorities
         self._max_chars = (max_model_len * tokenizer.max_token_chars
                            if tokenizer is not None and tokenizer.max_token_chars is not None else None)
+
+    @property
+    def limits(self) -> RequestLimits:
+        """How much a request may hold."""
+        return self._limits
 
     @property
     def vocab_size(self) -> int:
@@ -105,11 +113,12 @@ class InputProcessor:
         """
         if params is None:
             params, lower_max_tokens = self._default, True
+        self._limits.check(params)
         self._check_logprobs(params)
         self._check_priority(priority)
         if isinstance(prompt, Mapping) and cache_salt is None:
             cache_salt = prompt.get("cache_salt")
-        check_cache_salt(cache_salt)
+        self._check_cache_salt(cache_salt)
         answer = 0 if params.max_tokens == 0 else 1
         keep = self._tokens_to_keep(truncate_prompt_tokens, answer)
         text, ids = self._prompt(prompt, add_special_tokens)
@@ -154,6 +163,8 @@ class InputProcessor:
             RequestError: bad messages, or a template that refuses them.
             ContextLengthError: more text than the context can hold.
         """
+        if isinstance(messages, Sequence):
+            self._limits.at_most("messages", "messages", len(messages), "max_messages")
         normal = normalise_messages(messages)
         tokenizer = self._needed_tokenizer("messages")
         self._check_chars(sum(len(message["content"]) for message in normal), "messages")
@@ -220,7 +231,7 @@ class InputProcessor:
             if ids and max(ids) >= self._vocab_size:
                 raise RequestError(f"token ids in {name} must be below {self._vocab_size}", param=name)
 
-    def grammar(self, wanted: StructuredOutputsParams) -> str:
+    def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
         """The grammar of a constraint; it is remembered, so that asking before `process` takes the time from there.
 
         Raises:
@@ -238,9 +249,7 @@ class InputProcessor:
             tokenizer = self._needed_tokenizer("bad_words")
             for text in (word, " " + word.lstrip()):
                 ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-                if len(ids) > MAX_BAD_WORD_TOKENS:
-                    raise RequestError(f"a text in bad_words has {len(ids)} tokens; {MAX_BAD_WORD_TOKENS} are possible",
-                                       param="bad_words")
+                self._limits.at_most("bad_words", "tokens in a text", len(ids), "max_bad_word_tokens")
                 if ids:
                     found[ids] = None
         return tuple(found)
@@ -262,6 +271,13 @@ class InputProcessor:
         if priority and not self._takes_priorities:
             raise RequestError("priority needs an engine that was started with --scheduling-policy priority; leave it "
                                "out", param="priority")
+
+    def _check_cache_salt(self, salt: object) -> None:
+        if salt is None:
+            return
+        if not isinstance(salt, str) or not salt:
+            raise RequestError("cache_salt must be a text that is not empty", param="cache_salt")
+        self._limits.at_most("cache_salt", "characters", len(salt), "max_cache_salt_chars")
 
     def _check_chars(self, count: int, param: str) -> None:
         """Refuse, before any work is done on it, a text that cannot fit whatever its tokens are."""
@@ -311,16 +327,6 @@ def _check_beams(params: SamplingParams, num_end_ids: int) -> None:
     if num_candidates(width, num_end_ids) > MAX_BEAM_CANDIDATES:
         most = MAX_BEAM_CANDIDATES // num_candidates(1, num_end_ids)
         raise RequestError(f"a beam search has at most {most} beams here", param="best_of" if params.best_of else "n")
-
-
-def check_cache_salt(salt: object) -> None:
-    """Check the salt of a request's prefixes.
-
-    Raises:
-        RequestError: it is neither None nor a text of 1 to 1024 characters.
-    """
-    if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARS):
-        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:

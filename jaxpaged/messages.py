@@ -12,6 +12,19 @@ from jaxpaged.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must look like, known to compile.
+
+    Attributes:
+        text: for llguidance.
+        num_bytes: of memory that it takes compiled.
+    """
+
+    text: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to generate; a request with n > 1 becomes n of these, told apart by `choice`.
 
@@ -21,7 +34,7 @@ class EngineRequest:
         eos_token_ids: the model's end ids alone; a stop on one of them reports no `stop_reason`.
         max_tokens: resolved by the sender; prompt and max_tokens together fit the context.
         bad_word_ids: tokens that must not come one after another in the output.
-        grammar: of `jaxpaged.structured_outputs`, which the text must follow.
+        grammar: which the text must follow.
         seed: resolved seed of 64 bits, or None for one of the engine's choice.
         cache_salt: requests share prefixes only with those of the same salt.
         skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
@@ -42,7 +55,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     skip_prefix_read: bool = False
-    grammar: str | None = None
+    grammar: Grammar | None = None
     pooling: Literal["last", "mean"] | None = None
     fork_of: str | None = None
 

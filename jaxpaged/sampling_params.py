@@ -1,4 +1,4 @@
-"""How to sample one request, and every check on it, in one place."""
+"""How to sample one request, and what each value may be; how many and how large is for `jaxpaged.limits`."""
 
 import enum
 import math
@@ -8,17 +8,13 @@ from typing import Any
 
 from jaxpaged.errors import RequestError
 
-MAX_N = 128
+MAX_N = 2**14
 MAX_LENGTH_PENALTY = 10
-MAX_BEAM_CANDIDATES = 32  # continuations of each beam
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_CHARS = 4096
-MAX_STOP_TOKEN_IDS = 1024
 MAX_SEED = 2**64 - 1
+# What the sampling programs have room for in each row.
+MAX_BEAM_CANDIDATES = 32  # continuations of each beam
 MAX_LOGIT_BIAS = 1024
-MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS = 128
-MAX_BAD_WORD_CHARS = 1024
 MAX_BAD_WORD_TOKENS = 16
 
 
@@ -74,7 +70,7 @@ class SamplingParams:
     """Sampling of one request; names, defaults and ranges are vLLM's.
 
     Args:
-        n: number of choices, 1 to 128.
+        n: number of choices, at least 1.
         best_of: choices to draw, >= n, of which the n with the highest cumulative log probability are returned.
         presence_penalty, frequency_penalty: -2 to 2.
         repetition_penalty: > 0; 1 is off.
@@ -89,11 +85,10 @@ class SamplingParams:
         max_tokens: most tokens to generate; None for as many as the context holds, 0 only with prompt_logprobs.
         min_tokens: no end before this many tokens, by end token, stop id or stop string.
         logprobs, prompt_logprobs: number of alternatives to report per position.
-        logit_bias: token id -> -100 to 100, added to its logit, for at most 1,024 ids; 100 makes it the choice, -100
-            rules it out.
+        logit_bias: token id -> -100 to 100, added to its logit; 100 makes it the choice, -100 rules it out.
         allowed_token_ids: the only ids that may come.
-        bad_words: at most 128 texts that must not come in the output, as the tokenizer spells them, with and without a
-            space before, in at most 16 tokens.
+        bad_words: texts that must not come in the output, as the tokenizer spells them, with and without a
+            space before.
         detokenize: False leaves `text` empty and takes no stop strings.
         use_beam_search: the n best of `best_of` beams (n if not given) instead of samples; temperature and the like do
             not count then.
@@ -244,27 +239,23 @@ def _stop_strings(value: object) -> tuple[str, ...] | None:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
         raise RequestError("stop must be a string or a list of strings", param="stop")
-    if len(items) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop must hold at most {MAX_STOP_STRINGS} strings", param="stop")
     if not all(items):
         raise RequestError("stop strings must not be empty", param="stop")
-    if any(len(item) > MAX_STOP_STRING_CHARS for item in items):
-        raise RequestError(f"a stop string must hold at most {MAX_STOP_STRING_CHARS} characters", param="stop")
     return tuple(items)
 
 
-def _token_ids(name: str, value: object, most: int = MAX_STOP_TOKEN_IDS) -> tuple[int, ...] | None:
+def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, (list, tuple)) or len(value) > most:
-        raise RequestError(f"{name} must be a list of at most {most} token ids", param=name)
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name} must be a list of token ids", param=name)
     for item in value:
         _check_int(name, item, 0, 2**31 - 1)
     return tuple(value)
 
 
 def _allowed_token_ids(value: object) -> tuple[int, ...] | None:
-    ids = _token_ids("allowed_token_ids", value, MAX_ALLOWED_TOKEN_IDS)
+    ids = _token_ids("allowed_token_ids", value)
     if ids is not None and not ids:
         raise RequestError("allowed_token_ids must not be empty; leave it out to allow all", param="allowed_token_ids")
     return ids
@@ -273,8 +264,8 @@ def _allowed_token_ids(value: object) -> tuple[int, ...] | None:
 def _logit_bias(value: object) -> dict[int, float] | None:
     if value is None:
         return None
-    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers", param="logit_bias")
+    if not isinstance(value, Mapping):
+        raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
     found: dict[int, float] = {}
     for key, bias in value.items():
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11:  # JSON has no other keys
@@ -288,8 +279,6 @@ def _logit_bias(value: object) -> dict[int, float] | None:
 def _bad_words(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, (list, tuple)) or len(value) > MAX_BAD_WORDS or not all(
-            isinstance(item, str) and 0 < len(item) <= MAX_BAD_WORD_CHARS for item in value):
-        raise RequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_CHARS} "
-                           "characters", param="bad_words")
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item for item in value):
+        raise RequestError("bad_words must be a list of texts, none of them empty", param="bad_words")
     return tuple(value) or None

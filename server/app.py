@@ -29,11 +29,12 @@ from jaxpaged.server.chat_answer import ChoiceReader
 from jaxpaged.server.chat_tools import choose_tools
 from jaxpaged.server.echo import Echo
 from jaxpaged.server.embedding_route import EmbeddingRequest, embedding_answer
-from jaxpaged.server.engine_client import EngineClient, OutputStream, RequestFailedError, StreamClosedError
+from jaxpaged.server.engine_client import EngineClient
 from jaxpaged.server.engine_state import engine_state
 from jaxpaged.server.error_answers import error_body, error_json, error_status, to_json
 from jaxpaged.server.gate import Gate
 from jaxpaged.server.logprob_shapes import LogprobShape
+from jaxpaged.server.output_stream import OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.page import page_response
 from jaxpaged.server.parsers.registry import reasoning_grammar
 from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest, template_options
@@ -75,8 +76,9 @@ class Api:
         self.names, self._info, self._defaults = tuple(names), info, defaults
         self._tokenizer, self._embeddings = tokenizer, embeddings
         self._created = int(time.time())
-        self._bodies = BodyReader()
-        self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len)
+        self.request_limits = inputs.limits
+        self._bodies = BodyReader(config.limits)
+        self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len, config.limits)
         self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
         # Apart: a grammar may take its time, and prompts must not wait for it.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
@@ -137,7 +139,7 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Complete one or more prompts."""
         self._check_serving()
-        body = self._bodies.read(CompletionRequest, await read_body(request, self.config.max_request_bytes))
+        body = self._bodies.read(CompletionRequest, await self._read_body(request))
         self._check_model(body.model)
         params = body.sampling_params(COMPLETION_MAX_TOKENS, self._defaults)
         add_special = body.add_special_tokens is not False
@@ -153,11 +155,11 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
         self._check_serving()
-        body = self._bodies.read(ChatCompletionRequest, await read_body(request, self.config.max_request_bytes))
+        body = self._bodies.read(ChatCompletionRequest, await self._read_body(request))
         self._check_model(body.model)
         config = self.config
         use = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls,
-                           config.tool_call_parser if config.enable_auto_tool_choice else None)
+                           config.tool_call_parser if config.enable_auto_tool_choice else None, config.limits)
         params = body.chat_sampling_params(self._defaults, use)
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
@@ -188,7 +190,7 @@ class Api:
     async def embeddings(self, request: Request) -> Response:
         """Embeddings of one or more texts."""
         self._check_serving()
-        body = self._bodies.read(EmbeddingRequest, await read_body(request, self.config.max_request_bytes))
+        body = self._bodies.read(EmbeddingRequest, await self._read_body(request))
         self._check_model(body.model)
         if not self._embeddings:
             raise NotSupportedError("embeddings need a server started with --enable-embeddings")
@@ -215,7 +217,9 @@ class Api:
                       finish_reason: str = "stop", make_reader: MakeReader | None = None) -> Response:
         self._check_serving()  # once more: reading the body may have taken its time
         ordinal = uuid.uuid4().hex
-        stream = self._client.admit(len(prompts) * params.num_sequences)
+        stream = self._client.admit(len(prompts) * params.num_sequences,
+                                    self.config.limits.max_unread_tokens if body.stream else None,
+                                    1 + (params.logprobs or 0))
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
                 if params.structured_outputs is not None:
@@ -225,7 +229,8 @@ class Api:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,
                                 sum(len(item.prompt_token_ids) for item in requests), params)
                 chat = isinstance(body, ChatCompletionRequest)
-                name = body.request_id or request.headers.get("x-request-id", "")[:128] or ordinal
+                sent_id = request.headers.get("x-request-id", "")[:self.config.limits.max_request_id_chars]
+                name = body.request_id or sent_id or ordinal
                 shape = AnswerShape(
                     chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
                     model=body.model or self.names[0], num_choices=len(requests) * params.n,
@@ -262,13 +267,16 @@ class Api:
                          work: Callable[[_Body], dict[str, Any]]) -> Response:
         """Answer with what `work` makes of the body, beside the event loop."""
         self._check_serving()
-        body = self._bodies.read(kind, await read_body(request, self.config.max_request_bytes))
+        body = self._bodies.read(kind, await self._read_body(request))
         self._check_model(body.model)
 
         def run() -> bytes:
             return to_json(work(body))
 
         return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, run))
+
+    async def _read_body(self, request: Request) -> bytes:
+        return await read_body(request, self.config.limits.max_request_bytes, self.config.body_timeout)
 
     def _logprob_shape(self, chat: bool, params: SamplingParams) -> LogprobShape | None:
         if params.logprobs is None:
@@ -303,7 +311,11 @@ def make_app(api: Api) -> FastAPI:
         ("/tokenize", api.tokenize, TokenizeRequest), ("/detokenize", api.detokenize, DetokenizeRequest))
     for path, route, body in bodies:
         schema = body.model_json_schema()
-        schema["properties"]["model"]["enum"] = [*api.names, None]
+        properties = schema["properties"]
+        properties["model"]["enum"] = [*api.names, None]
+        for name in ("n", "best_of"):
+            if name in properties:
+                properties[name]["maximum"] = api.request_limits.max_n
         content = {"required": True, "content": {"application/json": {"schema": schema}}}
         app.add_api_route(path, route, methods=["POST"], openapi_extra={"requestBody": content})
     for path, route in (("/v1/models", api.models), ("/health", api.health), ("/ping", api.health),
@@ -318,7 +330,7 @@ def make_app(api: Api) -> FastAPI:
     app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Gate, keys=api.config.api_key)
+    app.add_middleware(Gate, keys=api.config.api_key, longest_id=api.config.limits.max_request_id_chars)
     # Outermost: a browser asks for permission before it sends the key.
     app.add_middleware(CORSMiddleware, allow_origins=list(api.config.allowed_origins), allow_methods=["*"],
                        allow_headers=["*"], expose_headers=["x-request-id"])
@@ -352,7 +364,7 @@ def _prompts(value: object, param: str = "prompt") -> list[object]:
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     status = error_status(error)
-    headers = {"retry-after": RETRY_AFTER_SECONDS} if status == 503 else None
+    headers = {503: {"retry-after": RETRY_AFTER_SECONDS}, 408: {"connection": "close"}}.get(status)
     return json_response(error_body(error), status, headers)
 
 

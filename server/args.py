@@ -1,4 +1,4 @@
-"""Flags of the server: read from the fields of EngineConfig and ServerConfig, so that each has one home.
+"""Flags of the server: read from the fields of its configs and their limits, so that each has one home.
 
 Only the standard library is imported here: `--help` and a typo answer at once.
 """
@@ -14,6 +14,8 @@ from jaxpaged import __version__
 from jaxpaged.config import NOT_SUPPORTED, EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.flags import GROUPS, Parser, add_flags, new_parser, parse_flags, settle_model, spelling
+from jaxpaged.limits import RequestLimits
+from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 _OLD_SWITCHES = {
@@ -55,7 +57,8 @@ class ServerConfig:
                                     metavar="SECONDS")
     engine_timeout: float = _flag(60.0, "seconds without a sign of life from the engine until /health turns 503",
                                   metavar="SECONDS")
-    max_request_bytes: int = _flag(8 * 2**20, "largest request body", metavar="BYTES")
+    body_timeout: float = _flag(60.0, "seconds that a client gets to send a request's body", metavar="SECONDS")
+    keep_alive_timeout: int = _flag(65, "seconds that an idle connection stays open", metavar="SECONDS")
     uvicorn_log_level: str = _flag("info", "log level of the HTTP server",
                                    choices=("critical", "error", "warning", "info", "debug", "trace"))
     disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
@@ -71,6 +74,7 @@ class ServerConfig:
                                          choices=tuple(TOOL_PARSERS))
     reasoning_parser: str | None = _flag(None, "how the model writes its reasoning: in <think> tags, always "
                                          "(deepseek_r1) or where it opens them (qwen3)", choices=REASONING_PARSERS)
+    limits: HttpLimits = field(default_factory=HttpLimits)
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
@@ -89,15 +93,12 @@ class ServerConfig:
             raise ConfigError("--root-path must begin with a slash and not end with one")
         if not self.shutdown_timeout >= 0:
             raise ConfigError(f"--shutdown-timeout must be at least 0 seconds, not {self.shutdown_timeout}")
-        if not self.engine_timeout > 0:
-            raise ConfigError(f"--engine-timeout must be above 0 seconds, not {self.engine_timeout}")
-        for name in ("chat_template_timeout", "structured_outputs_timeout"):
+        for name in ("engine_timeout", "body_timeout", "keep_alive_timeout", "chat_template_timeout",
+                     "structured_outputs_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{spelling(name)} must be above 0 seconds, not {getattr(self, name)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser: hermes, llama3_json or mistral")
-        if self.max_request_bytes < 1024:
-            raise ConfigError(f"--max-request-bytes must be at least 1024, not {self.max_request_bytes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +134,16 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> 
             given = {**from_file, **given, "old_flags": old}
         settle_model(given)
         warnings = tuple(dict.fromkeys(given.pop("old_flags", [])))
-        engine_names = {item.name for item in fields(EngineConfig)}
-        engine = EngineConfig(**{name: value for name, value in given.items() if name in engine_names})
-        server = ServerConfig(**{name: value for name, value in given.items() if name not in engine_names})
+        engine = EngineConfig(**_those_of(EngineConfig, given), limits=RequestLimits(**_those_of(RequestLimits, given)))
+        server = ServerConfig(**_those_of(ServerConfig, given), limits=HttpLimits(**_those_of(HttpLimits, given)))
     except ConfigError as error:
         parser.error(str(error))
     return Arguments(server, engine, warnings)
+
+
+def _those_of(config: type, given: dict[str, Any]) -> dict[str, Any]:
+    names = {item.name for item in fields(config)}
+    return {name: value for name, value in given.items() if name in names}
 
 
 class _OldFlag(argparse.Action):
@@ -155,7 +160,7 @@ def _make_parser(prog: str) -> Parser:
     parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
                         help="show the version and exit")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; those of the command line win")
-    add_flags(parser, (EngineConfig, ServerConfig), GROUPS, NOT_SUPPORTED)
+    add_flags(parser, (EngineConfig, ServerConfig, RequestLimits, HttpLimits), GROUPS, NOT_SUPPORTED)
     for name, reason in _OLD_SWITCHES.items():
         parser.add_argument(name, action=_OldFlag, nargs=0, const=reason, help=argparse.SUPPRESS)
     for name, reason in _OLD_OPTIONS.items():

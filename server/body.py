@@ -6,15 +6,13 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxpaged.errors import RequestError
+from jaxpaged.limits import flag_of
+from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.structure import OLD_NAMES
 
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN_FIELDS_LOGGED = 100
-SMALL_BODY_BYTES = 2**18  # any JSON of this size is read within a moment
-MAX_VALUES = 2**20  # in a larger body: as many token ids
-MAX_NESTED = 2**16  # keys, objects and lists, which cost many times as much
-MAX_QUOTES = 2**18
 
 # What the API knows and this server cannot do yet, with the values that ask for nothing.
 NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -42,7 +40,7 @@ class Body(BaseModel):
 
     model: str | None = Field(None, description="a name that GET /v1/models lists")
 
-    def check(self) -> None:
+    def check(self, limits: HttpLimits) -> None:
         """Refuse what a single field's type does not tell.
 
         Raises:
@@ -56,7 +54,8 @@ _Body = TypeVar("_Body", bound=Body)
 class BodyReader:
     """Turns bytes into checked requests, and logs each unknown field name once."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
         self._unknown: set[str] = set()
         self._warned = False
 
@@ -66,7 +65,7 @@ class BodyReader:
         Raises:
             RequestError: the body is not what the API takes; the text names the field, never its value.
         """
-        _check_structure(body)
+        _check_structure(body, self._limits)
         try:
             request = kind.model_validate_json(body)
         except ValidationError as error:
@@ -80,22 +79,23 @@ class BodyReader:
         if old and not self._warned:
             self._warned = True
             logger.warning("%s is an old name: use structured_outputs", old[0])
-        request.check()
+        request.check(self._limits)
         return request
 
 
-def _check_structure(body: bytes) -> None:
+def _check_structure(body: bytes, limits: HttpLimits) -> None:
     """Refuse a body that would take seconds to read, in which nothing else in the process runs."""
-    if len(body) <= SMALL_BODY_BYTES:
-        return
-    quotes = body.count(b'"')
-    if quotes <= MAX_QUOTES:
-        outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
-        nested = sum(map(outside.count, (b":", b"{", b"[")))
-        if nested <= MAX_NESTED and outside.count(b",") <= MAX_VALUES:
-            return
-    raise RequestError(f"the request body holds more than {MAX_VALUES} values, {MAX_NESTED} keys, objects and lists or "
-                       f"{MAX_QUOTES} quotes")
+    _at_most(body.count(b'"'), "quotation marks", limits, "max_body_quotes")
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
+    containers = sum(map(outside.count, (b":", b"{", b"[")))
+    _at_most(containers, "keys, objects and lists", limits, "max_body_containers")
+    _at_most(outside.count(b","), "values", limits, "max_body_values")
+
+
+def _at_most(count: int, what: str, limits: HttpLimits, name: str) -> None:
+    most: int = getattr(limits, name)
+    if count > most:
+        raise RequestError(f"the request body's JSON holds more than {most} {what} ({flag_of(name)})")
 
 
 def _explain(error: ValidationError) -> RequestError:

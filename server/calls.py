@@ -11,7 +11,7 @@ from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.server.answer_shape import AnswerShape, usage
 from jaxpaged.server.chat_answer import ChoiceReader, join_deltas
 from jaxpaged.server.echo import Echo
-from jaxpaged.server.engine_client import OutputStream, RequestFailedError, StreamClosedError
+from jaxpaged.server.output_stream import OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.responses import json_response, server_error
 
 _DONE = "data: [DONE]\n\n"

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.errors import RequestError
+from jaxpaged.limits import too_many
+from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.parsers.chosen import named_call, required_calls
 from jaxpaged.server.parsers.events import Grammar
 from jaxpaged.server.parsers.registry import TOOL_PARSERS
-
-MAX_TOOLS = 128
-MAX_NAME_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class ToolUse:
 
 
 def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool | None,
-                 parser: str | None) -> ToolUse:
+                 parser: str | None, limits: HttpLimits) -> ToolUse:
     """Settle `tools`, `tool_choice` and `parallel_tool_calls`.
 
     With tool_choice none the model is not told of the tools.
@@ -44,7 +43,7 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
     Raises:
         RequestError: names the field.
     """
-    known = check_tools(tools)
+    known = check_tools(tools, limits)
     names = [tool["function"]["name"] for tool in known]
     if choice is None:
         choice = "auto" if known else "none"
@@ -69,15 +68,15 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
     return ToolUse(known, named_call(name), schema, finish_reason="stop")
 
 
-def check_tools(tools: Sequence[object] | None) -> list[dict[str, Any]]:
+def check_tools(tools: Sequence[object] | None, limits: HttpLimits) -> list[dict[str, Any]]:
     """Tools in OpenAI's form, without what is null.
 
     Raises:
         RequestError: they are not in that form, or too many.
     """
-    known = [_check_tool(f"tools[{place}]", tool) for place, tool in enumerate(tools or ())]
-    if len(known) > MAX_TOOLS:
-        raise RequestError(f"tools must hold at most {MAX_TOOLS} tools", param="tools")
+    if tools is not None and len(tools) > limits.max_tools:
+        raise too_many("tools", "tools", limits.max_tools, "max_tools")
+    known = [_check_tool(f"tools[{place}]", tool, limits) for place, tool in enumerate(tools or ())]
     if len({tool["function"]["name"] for tool in known}) < len(known):
         raise RequestError("two tools have the same name", param="tools")
     return known
@@ -92,13 +91,15 @@ def _named(choice: object) -> str:
     return name
 
 
-def _check_tool(where: str, tool: object) -> dict[str, Any]:
+def _check_tool(where: str, tool: object, limits: HttpLimits) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
         raise RequestError(f"{where} must be an object of type function with a function", param="tools")
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise RequestError(f"{where}.function.name must hold 1 to {MAX_NAME_CHARS} characters", param="tools")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.function.name must be a text that is not empty", param="tools")
+    if len(name) > limits.max_tool_name_chars:
+        raise too_many("tools", "characters in a name", limits.max_tool_name_chars, "max_tool_name_chars")
     for key, kinds in (("description", str), ("parameters", Mapping)):
         if function.get(key) is not None and not isinstance(function[key], kinds):
             raise RequestError(f"{where}.function.{key} must be {'a string' if kinds is str else 'a JSON schema'}",

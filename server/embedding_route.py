@@ -12,6 +12,7 @@ from jaxpaged.errors import NotSupportedError, RequestError
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.server.body import Body
 from jaxpaged.server.error_answers import to_json
+from jaxpaged.server.http_limits import HttpLimits
 
 
 class EmbeddingRequest(Body):
@@ -27,7 +28,7 @@ class EmbeddingRequest(Body):
     normalize: bool | None = Field(None, description="vectors of length 1; default: true")
     add_special_tokens: bool | None = None
 
-    def check(self) -> None:
+    def check(self, limits: HttpLimits) -> None:
         """Refuse what a single field's type does not tell.
 
         Raises:

@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jaxpaged.config import EngineConfig
@@ -28,112 +27,17 @@ from jaxpaged.messages import (
 )
 from jaxpaged.metrics import Metrics
 from jaxpaged.output_processor import OutputProcessor
-from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.server.engine_process import EngineProcess
+from jaxpaged.server.output_stream import OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 POOL_STATE_SECONDS = 0.25  # a state of the pool is told again for so long
-_MOST_UNMERGED = 64  # parts of a request that wait unread; merging each one as it comes would cost quadratic time
 
 
 class StartError(JaxpagedError):
     """The engine could not start."""
-
-
-class RequestFailedError(JaxpagedError):
-    """The engine has given up one request and goes on with the others."""
-
-
-class StreamClosedError(JaxpagedError):
-    """Nobody waits for these outputs any more."""
-
-
-class OutputStream:
-    """Outputs of the requests of one HTTP call. What nobody has read yet is merged, so that it stays small.
-
-    Attributes:
-        admitted: sequences that count against the server's capacity.
-        closed: nobody waits any more.
-        preparing: what is made of the prompts before they are submitted, while that goes on.
-        running: request id -> number of its sequences, of those that have not ended.
-    """
-
-    def __init__(self, admitted: int) -> None:
-        self.admitted = admitted
-        self.closed = False
-        self.preparing: asyncio.Future[Any] | None = None
-        self.running: dict[str, int] = {}
-        self._news: dict[str, list[RequestOutput]] = {}
-        self._error: Exception | None = None
-        self._wake, self._complete = asyncio.Event(), asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        """Add the newest part of one request."""
-        parts = self._news.setdefault(output.request_id, [])
-        parts.append(output)
-        if len(parts) == _MOST_UNMERGED:
-            parts[:] = [merge_outputs(parts)]
-        self._wake.set()
-
-    def end(self, request_id: str) -> None:
-        """Note that a request has ended."""
-        self.admitted -= self.running.pop(request_id)
-        if not self.running:
-            self._complete.set()
-
-    def fail(self, error: Exception) -> None:
-        """End the stream with an error; the first one stays."""
-        self._error = self._error or error
-        if self.preparing is not None:
-            self.preparing.cancel()
-        self._wake.set()
-        self._complete.set()
-
-    def check(self) -> None:
-        """Raise what the stream has failed with, if it has."""
-        if self._error is not None:
-            raise self._error
-
-    async def get(self) -> list[RequestOutput]:
-        """What has come since the last call, at least one part; each request at most once.
-
-        Raises:
-            Exception: what the stream failed with, as soon as it has.
-        """
-        await self._wake.wait()
-        self.check()
-        self._wake.clear()
-        news = [merge_outputs(parts) for parts in self._news.values()]
-        self._news.clear()
-        return news
-
-    async def get_all(self) -> list[RequestOutput]:
-        """Everything, once all requests have ended.
-
-        Raises:
-            Exception: what the stream failed with.
-        """
-        await self._complete.wait()
-        return await self.get()
-
-
-def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
-    """Consecutive DELTA outputs of one request as one."""
-    if len(parts) == 1:
-        return parts[0]
-    choices: dict[int, list[CompletionOutput]] = {}
-    for part in parts:
-        for choice in part.outputs:
-            choices.setdefault(choice.index, []).append(choice)
-    return replace(parts[-1], outputs=tuple(
-        replace(pieces[-1], text="".join(piece.text for piece in pieces),
-                token_ids=tuple(number for piece in pieces for number in piece.token_ids),
-                logprobs=None if pieces[-1].logprobs is None else tuple(
-                    entry for piece in pieces for entry in piece.logprobs or ()),
-                text_offsets=tuple(place for piece in pieces for place in piece.text_offsets))
-        for _, pieces in sorted(choices.items())))
 
 
 class EngineClient:
@@ -189,8 +93,11 @@ class EngineClient:
         silent = time.monotonic() - self._last_seen
         return f"the engine has made no progress for {silent:.0f} s" if silent > self._timeout else None
 
-    def admit(self, count: int) -> OutputStream:
+    def admit(self, count: int, most_unread: int | None = None, per_token: int = 1) -> OutputStream:
         """Make room for `count` sequences, before any work is spent on them; `close` gives it back.
+
+        Args:
+            most_unread, per_token: see `OutputStream`.
 
         Raises:
             EngineDeadError: nobody would serve them.
@@ -204,9 +111,9 @@ class EngineClient:
             raise RequestError(f"the request asks for {count} sequences at once and the server takes at most "
                                f"{self._capacity} (--max-num-seqs and --max-waiting-requests)", param="n")
         if self._unfinished + count > self._capacity:
-            raise OverloadedError("too many requests are waiting; try again later")
+            raise OverloadedError("too many requests are waiting (--max-waiting-requests); try again later")
         self._unfinished += count
-        stream = OutputStream(count)
+        stream = OutputStream(count, most_unread, per_token)
         self._admitted.add(stream)
         return stream
 
@@ -331,14 +238,17 @@ class EngineClient:
         self._metrics.record_outputs(done, now)
         if done.to_abort:
             self._outbox.put([AbortRequests(tuple(done.to_abort))])
+        overrun: set[OutputStream] = set()
         for output in done.outputs:
             stream = self._streams[output.request_id]
             if output.request_id in done.errors:
                 stream.fail(RequestFailedError(done.errors[output.request_id]))
-            else:
-                stream.put(output)
+            elif not stream.put(output):
+                overrun.add(stream)
             if output.finished:
                 self._release(stream, output.request_id)
+        for stream in overrun:
+            self.close(stream)
 
     def _on_end(self, reason: str) -> None:
         if self._ended is not None:

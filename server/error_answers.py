@@ -9,6 +9,10 @@ class BodyTooLargeError(RequestError):
     """The request body exceeds the limit."""
 
 
+class BodyTimeoutError(RequestError):
+    """The request body did not come in time."""
+
+
 class MediaTypeError(RequestError):
     """The request body is not announced as plain JSON."""
 
@@ -19,6 +23,8 @@ def error_status(error: RequestError) -> int:
         return 503
     if isinstance(error, BodyTooLargeError):
         return 413
+    if isinstance(error, BodyTimeoutError):
+        return 408
     if isinstance(error, MediaTypeError):
         return 415
     return 404 if error.code == "model_not_found" else 400

@@ -9,14 +9,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxpaged.server.error_answers import error_json
 
 OPEN_ROUTES = frozenset({"/health", "/ping", "/"})  # the page asks for the key itself
-MAX_ECHOED_ID_BYTES = 256
 
 
 class Gate:
-    """ASGI middleware. With keys, every path but OPEN_ROUTES needs one, whether a route exists there or not."""
+    """ASGI middleware. With keys, every path but OPEN_ROUTES needs one, whether a route exists there or not.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str] = ()) -> None:
-        self._app = app
+    Args:
+        longest_id: in bytes; a longer one is not sent back.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], longest_id: int) -> None:
+        self._app, self._longest_id = app, longest_id
         # digests have one length, so that comparing them tells nothing about a key's
         self._keys = [_digest(key.encode()) for key in keys]
 
@@ -28,7 +31,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = _header(scope, b"x-request-id")
-        if 0 < len(request_id) <= MAX_ECHOED_ID_BYTES:
+        if 0 < len(request_id) <= self._longest_id:
             send = _echoing(send, request_id)
         if self._keys and route_path(scope) not in OPEN_ROUTES and not self._holds_key(scope):
             await _refuse(send)

@@ -1,21 +1,23 @@
 """What clients want their text to look like, compiled in a process of its own.
 
-Some schemas of a few bytes take the compiler hours and all memory (`multipleOf` a large number is a state for each
-remainder), and none of its limits counts that.
+Some schemas of a few bytes take the compiler hours and all memory (two `multipleOf` are a state for each pair of
+remainders), and none of its limits counts that.
 """
 
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
+from jaxpaged.bounded_cache import BoundedCache
 from jaxpaged.errors import RequestError
+from jaxpaged.limits import RequestLimits
+from jaxpaged.messages import Grammar
 from jaxpaged.sampling_params import StructuredOutputsParams
 from jaxpaged.server.bounded_process import BoundedProcesses, CutOffError
-from jaxpaged.structured_outputs import GrammarChecker, grammar_of
+from jaxpaged.structured_outputs import GrammarChecker
 
-MEMORY_BYTES = 2**26  # what is compiled here is compiled in the engine, too, which keeps it
 MAX_KEPT = 256
+MAX_KEPT_BYTES = 2**24  # of their texts
 PROCESSES = 2
 
 
@@ -23,16 +25,16 @@ class GrammarProcesses:
     """Makes grammars and remembers them. May be called from several threads.
 
     Args:
+        limits: of what clients send, and of the memory that one may take: the engine will spend it, too.
         timeout: seconds that one may take.
     """
 
-    def __init__(self, *, timeout: float) -> None:
-        self._processes = BoundedProcesses(_begin, name="grammars", timeout=timeout, memory=MEMORY_BYTES,
-                                           count=PROCESSES)
-        self._kept: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, limits: RequestLimits, *, timeout: float) -> None:
+        self._processes = BoundedProcesses(partial(_begin, limits), name="grammars", timeout=timeout,
+                                           memory=limits.max_grammar_bytes, count=PROCESSES)
+        self._kept: BoundedCache[bytes, Grammar] = BoundedCache(MAX_KEPT, MAX_KEPT_BYTES)
 
-    def grammar(self, wanted: StructuredOutputsParams) -> str:
+    def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
         """The grammar of a constraint, known to compile.
 
         Raises:
@@ -40,20 +42,17 @@ class GrammarProcesses:
         """
         try:
             key = hashlib.sha256(repr(wanted).encode(errors="surrogatepass")).digest()
-            with self._lock:
-                if key in self._kept:
-                    self._kept.move_to_end(key)
-                    return self._kept[key]
-            grammar: str = self._processes.do(wanted)
+            kept = self._kept.get(key)
+            if kept is not None:
+                return kept
+            grammar: Grammar = self._processes.do(wanted)
         except CutOffError as error:
-            raise RequestError(f"compiling the schema, regular expression or grammar {error}; make it simpler",
+            raise RequestError(f"compiling the schema, regular expression or grammar {error}; make it simpler "
+                               "(--structured-outputs-timeout, --max-grammar-bytes)",
                                param="structured_outputs") from None
         except RecursionError:
             raise RequestError("the JSON schema is nested too deeply", param="structured_outputs") from None
-        with self._lock:
-            self._kept[key] = grammar
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+        self._kept.put(key, grammar, len(grammar.text))
         return grammar
 
     def close(self) -> None:
@@ -61,7 +60,6 @@ class GrammarProcesses:
         self._processes.close()
 
 
-def _begin() -> Callable[[StructuredOutputsParams], str]:
-    checker = GrammarChecker()
-    checker.check(grammar_of(StructuredOutputsParams(json_object=True)))  # imports and tables belong to no job
-    return checker.grammar
+def _begin(limits: RequestLimits) -> Callable[[StructuredOutputsParams], Grammar]:
+    GrammarChecker(RequestLimits()).grammar(StructuredOutputsParams(json_object=True))  # imports belong to no job
+    return GrammarChecker(limits).grammar

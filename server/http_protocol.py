@@ -3,35 +3,45 @@
 import asyncio
 from typing import Literal
 
-MAX_HEAD_BYTES = 64 * 1024
 
-
-def http_protocol() -> type[asyncio.Protocol] | Literal["h11"]:
-    """What uvicorn should use. h11 limits the size of a head itself."""
+def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"]:
+    """What uvicorn should use. h11 limits the size of a head itself, as uvicorn tells it to."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
         return "h11"
 
     class BoundedHead(HttpToolsProtocol):
-        """Closes connections whose request line and headers do not end within MAX_HEAD_BYTES."""
+        """Closes connections whose request line and headers exceed the limit, complete or not."""
 
-        _head_bytes: int | None = 0
+        _arrived = 0  # bytes since the last message's end
+        _in_head = _too_long = False
 
         def data_received(self, data: bytes) -> None:
-            if self._head_bytes is not None:
-                if self._head_bytes > MAX_HEAD_BYTES:
-                    self.send_400_response("The request's headers are too long.")
-                    return
-                self._head_bytes += len(data)
+            self._arrived += len(data)
             super().data_received(data)
-
-        def on_headers_complete(self) -> None:
-            self._head_bytes = None
-            super().on_headers_complete()
+            if self._in_head and self._arrived > max_head_bytes and not self._too_long:
+                self._too_long = True
+                self.send_400_response("")
 
         def on_message_begin(self) -> None:
-            self._head_bytes = 0
+            self._in_head = True
             super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > max_head_bytes:
+                self._too_long = True
+                raise ValueError("the head is too long")  # the parser stops, and uvicorn answers 400
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._arrived = 0
+            super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            if self._too_long:
+                msg = f"The request's line and headers exceed {max_head_bytes} bytes (--max-head-bytes)."
+            super().send_400_response(msg)
 
     return BoundedHead

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from jaxpaged.errors import NotSupportedError, RequestError
-from jaxpaged.input_processor import check_cache_salt
+from jaxpaged.limits import too_many
 from jaxpaged.sampling_params import (
-    MAX_N,
     MAX_SEED,
     RequestOutputKind,
     SamplingParams,
@@ -17,9 +16,9 @@ from jaxpaged.sampling_params import (
 )
 from jaxpaged.server.body import NOT_SUPPORTED, Body
 from jaxpaged.server.chat_tools import ToolUse
+from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.structure import structured_outputs
 
-MAX_REQUEST_ID_CHARS = 128
 MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow fewer
 
 
@@ -39,8 +38,8 @@ class _Request(Body):
     stream_options: Annotated[StreamOptions | None, WithJsonSchema(
         {"type": "object", "properties": {"include_usage": {"type": "boolean"},
                                           "continuous_usage_stats": {"type": "boolean"}}})] = None
-    n: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_N})
-    best_of: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_N})
+    n: int | None = Field(None, json_schema_extra={"minimum": 1})
+    best_of: int | None = Field(None, json_schema_extra={"minimum": 1})
     max_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
     min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
     temperature: float | None = Field(None, json_schema_extra={"minimum": 0})
@@ -81,7 +80,7 @@ class _Request(Body):
     priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
     request_id: str | None = Field(None, description="becomes part of the answer's id")
 
-    def check(self) -> None:
+    def check(self, limits: HttpLimits) -> None:
         """Refuse what is known but not supported.
 
         Raises:
@@ -96,11 +95,10 @@ class _Request(Body):
             raise RequestError("stream_options needs stream to be true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
-        check_cache_salt(self.cache_salt)
-        if self.request_id is not None and not (
-                0 < len(self.request_id) <= MAX_REQUEST_ID_CHARS and self.request_id.isprintable()):
-            raise RequestError(f"request_id must hold 1 to {MAX_REQUEST_ID_CHARS} printable characters",
-                               param="request_id")
+        if self.request_id is not None and not (self.request_id and self.request_id.isprintable()):
+            raise RequestError("request_id must be a text of printable characters", param="request_id")
+        if self.request_id is not None and len(self.request_id) > limits.max_request_id_chars:
+            raise too_many("request_id", "characters", limits.max_request_id_chars, "max_request_id_chars")
 
     def sampling_params(self, default_max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling of this request.
@@ -189,13 +187,13 @@ class ChatCompletionRequest(_Request):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def check(self) -> None:
+    def check(self, limits: HttpLimits) -> None:
         """Refuse what is known but not supported, and settle which limit counts.
 
         Raises:
             RequestError: names the field.
         """
-        super().check()
+        super().check(limits)
         if self.max_completion_tokens is not None:
             if self.max_completion_tokens < 1:
                 raise RequestError("max_completion_tokens must be an integer of at least 1",

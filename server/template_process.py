@@ -7,8 +7,6 @@ from jaxpaged.chat_template import ChatTemplate, TemplateJob
 from jaxpaged.errors import RequestError
 from jaxpaged.server.bounded_process import BoundedProcesses, CutOffError
 
-MEMORY_BYTES = 2**30
-
 
 class TemplateProcesses:
     """Renders conversations, as many at once as there are processes. May be called from several threads.
@@ -16,12 +14,13 @@ class TemplateProcesses:
     Args:
         template: of the model.
         timeout: seconds that one conversation may take.
+        memory: bytes that it may take.
         count: of processes.
     """
 
-    def __init__(self, template: ChatTemplate, *, timeout: float, count: int) -> None:
+    def __init__(self, template: ChatTemplate, *, timeout: float, memory: int, count: int) -> None:
         self._processes = BoundedProcesses(partial(_begin, *template.parts), name="templates", timeout=timeout,
-                                           memory=MEMORY_BYTES, count=count, eager=True)
+                                           memory=memory, count=count, eager=True)
 
     def render(self, job: TemplateJob) -> str:
         """The text of the prompt.
@@ -32,7 +31,8 @@ class TemplateProcesses:
         try:
             text: str = self._processes.do(job)
         except CutOffError as error:
-            raise RequestError(f"the chat template {error} on these messages", param="messages") from None
+            raise RequestError(f"the chat template {error} on these messages (--chat-template-timeout, "
+                               "--max-template-bytes)", param="messages") from None
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
         return text

@@ -122,7 +122,7 @@ def processes() -> Iterator[TemplateProcesses]:
               "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
               "{% elif messages[0].content == 'large' %}{% for a in range(99) %}{% set n.s = n.s * 9 %}{% endfor %}"
               "{% elif messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}")
-    found = TemplateProcesses(ChatTemplate(source, {}), timeout=1, count=2)
+    found = TemplateProcesses(ChatTemplate(source, {}), timeout=1, memory=2**30, count=2)
     yield found
     found.close()
 

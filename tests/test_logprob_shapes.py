@@ -10,6 +10,7 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from jaxpaged.errors import RequestError
 from jaxpaged.outputs import CompletionOutput, Logprob
 from jaxpaged.server.body import BodyReader
+from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.logprob_shapes import LEAST, LogprobShape
 from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.tiny_tokenizers import byte_level_metadata, wrap
@@ -84,7 +85,7 @@ def test_alternatives_of_the_same_text_are_all_there() -> None:
 ])
 def test_what_cannot_be_asked_for(kind: Any, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader().read(kind, json.dumps(fields).encode()).sampling_params(None, {})
+        BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode()).sampling_params(None, {})
     assert caught.value.param == param
 
 
@@ -95,5 +96,5 @@ def test_what_cannot_be_asked_for(kind: Any, fields: dict[str, Any], param: str)
     (ChatCompletionRequest, {"logprobs": True, "top_logprobs": None}, 0),
 ])
 def test_how_many_alternatives_are_asked_for(kind: Any, fields: dict[str, Any], count: int | None) -> None:
-    params = BodyReader().read(kind, json.dumps(fields).encode()).sampling_params(None, {})
+    params = BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode()).sampling_params(None, {})
     assert params.logprobs == count

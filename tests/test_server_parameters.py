@@ -166,6 +166,7 @@ def test_a_loglikelihood_is_that_of_transformers(http: httpx.Client, tokenizer: 
     ("completions", {"logprobs": 21}, "logprobs"), ("completions", {"logprobs": -1}, "logprobs"),
     ("completions", {"logprobs": 10**9}, "logprobs"), ("completions", {"prompt_logprobs": 49152}, "prompt_logprobs"),
     ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"), ("completions", {"max_tokens": 0}, "max_tokens"),
+    ("completions", {"cache_salt": ""}, "cache_salt"), ("chat/completions", {"cache_salt": "x" * 2000}, "cache_salt"),
     ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ("completions", {"logit_bias": {"49152": 1}}, "logit_bias"), ("completions", {"allowed_token_ids": [49152]},
                                                                  "allowed_token_ids"),

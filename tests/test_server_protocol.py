@@ -19,22 +19,25 @@ from jaxpaged.errors import (
     OverloadedError,
     RequestError,
 )
+from jaxpaged.limits import RequestLimits
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.server.answer_shape import AnswerShape, usage
 from jaxpaged.server.body import BodyReader
-from jaxpaged.server.engine_client import OutputStream, merge_outputs
 from jaxpaged.server.error_answers import error_body, error_status
+from jaxpaged.server.http_limits import HttpLimits
+from jaxpaged.server.output_stream import OutputStream, merge_outputs
 from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 
 
 def read(kind: Any = CompletionRequest, **fields: Any) -> Any:
-    return BodyReader().read(kind, json.dumps(fields).encode())
+    return BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode())
 
 
 def params(kind: Any = CompletionRequest, default: int | None = 16, **fields: Any) -> SamplingParams:
     result = read(kind, **fields).sampling_params(default, {})
     assert isinstance(result, SamplingParams)
+    RequestLimits().check(result)
     return result
 
 
@@ -47,7 +50,7 @@ def params(kind: Any = CompletionRequest, default: int | None = 16, **fields: An
 ])
 def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader().read(CompletionRequest, body)
+        BodyReader(HttpLimits()).read(CompletionRequest, body)
     assert error_status(caught.value) == 400
     assert "JSON" in caught.value.message and len(caught.value.message) < 200
 
@@ -60,7 +63,7 @@ def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> 
 def test_a_body_that_takes_long_to_read_is_refused_at_once(body: bytes) -> None:
     began = time.process_time()
     with pytest.raises(RequestError, match="more than") as caught:
-        BodyReader().read(CompletionRequest, body)
+        BodyReader(HttpLimits()).read(CompletionRequest, body)
     assert error_status(caught.value) == 400 and time.process_time() - began < 0.5  # it is a tenth of that
 
 
@@ -85,7 +88,7 @@ def test_large_bodies_of_plain_text_and_ids_are_read(prompt: Any) -> None:
     ("allowed_token_ids", [True]), ("allowed_token_ids", [-1]), ("allowed_token_ids", "1"), ("bad_words", [""]),
     ("bad_words", "x"), ("bad_words", [1]), ("bad_words", ["x"] * 100_000), ("bad_words", ["x" * 10**6]),
     ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", 1.5),
-    ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["a"]), ("cache_salt", "x" * 2000),
+    ("cache_salt", 5), ("cache_salt", ["a"]),
     ("stream_options", 3), ("request_id", ""), ("request_id", "a\nb"), ("request_id", "x" * 1000),
 ])
 def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any) -> None:
@@ -150,7 +153,7 @@ def test_stream_options_need_a_stream() -> None:
 
 
 def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader()
+    reader = BodyReader(HttpLimits())
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             reader.read(CompletionRequest, b'{"prompt":"x","frobnicate":1,"user":"me","tools":null}')
@@ -317,8 +320,7 @@ def test_merging_keeps_the_newest_state() -> None:
 
 
 def test_beam_search_in_a_request() -> None:
-    body = BodyReader().read(CompletionRequest, b'{"prompt": "a", "use_beam_search": true, "n": 2, "best_of": 4, '
-                                                b'"length_penalty": 0.5, "early_stopping": "never"}')
+    body = read(prompt="a", use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping="never")
     params = body.sampling_params(16, {})
     assert params.use_beam_search and (params.n, params.best_of) == (2, 4)
     assert (params.length_penalty, params.early_stopping) == (0.5, "never")

@@ -15,16 +15,20 @@ from hypothesis import strategies as st
 
 from jaxpaged.constraints import MAX_COMPILED, Constraints
 from jaxpaged.errors import RequestError
+from jaxpaged.limits import RequestLimits
 from jaxpaged.llm import LLM
+from jaxpaged.messages import Grammar
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxpaged.server.body import BodyReader
 from jaxpaged.server.grammar_process import GrammarProcesses
+from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 from jaxpaged.structured_outputs import GrammarChecker, grammar_of
 from tests.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 from tests.tiny_tokenizers import byte_level_metadata, wrap
 
+LIMITS = RequestLimits()
 REFERENCE = Reference(CONFIG, random_weights())
 
 
@@ -70,29 +74,30 @@ GOOD: dict[str, dict[str, Any]] = {
 def test_what_cannot_be_compiled_is_refused_quickly(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError) as caught:
-        GrammarChecker().check(grammar_of(StructuredOutputsParams(**BAD[name])))
+        GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**BAD[name]))
     assert caught.value.param == "structured_outputs" and len(caught.value.message) < 200
     assert time.monotonic() - began < 20  # on a shared machine; alone it is a second
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_can_be_compiled(name: str) -> None:
-    GrammarChecker().check(grammar_of(StructuredOutputsParams(**GOOD[name])))
+    GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**GOOD[name]))
 
 
 def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
     """A state for each remainder: a schema of a few bytes that the compiler's own limits do not bound."""
     hostile = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 99_999_989}})
     good = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 7}})
+    one_letter = StructuredOutputsParams(regex="a")
     for timeout in (0.05, 60):  # out of time, out of memory
-        processes = GrammarProcesses(timeout=timeout)
+        processes = GrammarProcesses(RequestLimits(max_multiple_of=10**9), timeout=timeout)
         with ThreadPoolExecutor(2) as threads:
             answer = threads.submit(processes.grammar, hostile)
-            assert processes.grammar(good) == grammar_of(good)
+            assert processes.grammar(good).text == grammar_of(good, LIMITS)
             with pytest.raises(RequestError, match="simpler") as caught:
                 answer.result()
         assert caught.value.param == "structured_outputs"
-        assert processes.grammar(StructuredOutputsParams(regex="a")) == grammar_of(StructuredOutputsParams(regex="a"))
+        assert processes.grammar(one_letter).text == grammar_of(one_letter, LIMITS)
         processes.close()
 
 
@@ -122,8 +127,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_all_names_of_the_field(kind: Any, fields: dict[str, Any], wanted: dict[str, Any] | None) -> None:
-    found = BodyReader().read(kind, json.dumps(fields).encode()).sampling_params(None, {}).structured_outputs
-    assert found == (None if wanted is None else StructuredOutputsParams(**wanted))
+    body = BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode())
+    expected = None if wanted is None else StructuredOutputsParams(**wanted)
+    assert body.sampling_params(None, {}).structured_outputs == expected
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -138,12 +144,12 @@ def test_all_names_of_the_field(kind: Any, fields: dict[str, Any], wanted: dict[
 ])
 def test_fields_that_cannot_work(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader().read(CompletionRequest, json.dumps(fields).encode()).sampling_params(None, {})
+        BodyReader(HttpLimits()).read(CompletionRequest, json.dumps(fields).encode()).sampling_params(None, {})
     assert caught.value.param == param
 
 
 def test_an_old_name_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader()
+    reader = BodyReader(HttpLimits())
     for _ in range(3):
         reader.read(CompletionRequest, b'{"guided_regex": "a"}')
     [line] = [record.getMessage() for record in caplog.records]
@@ -156,9 +162,13 @@ def test_an_old_name_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
 TOKENIZER = wrap(byte_level_metadata("gpt-2"))
 
 
-def make_constraints() -> Constraints:
+def checked(**fields: Any) -> Grammar:
+    return GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**fields))
+
+
+def make_constraints(most_bytes: int = 2**24) -> Constraints:
     return Constraints(lambda: TOKENIZER, eos_token_ids=(), vocab_size=TOKENIZER.vocab_size,
-                       num_logits=TOKENIZER.vocab_size + 40)
+                       num_logits=TOKENIZER.vocab_size + 40, most_bytes=most_bytes)
 
 
 def allowed(constraint: Any) -> set[int]:
@@ -172,7 +182,7 @@ def test_only_tokens_that_lead_to_a_choice_are_allowed(choices: list[str]) -> No
     """Checked against the bytes of every token, on the way to each choice; its usual spelling is always possible."""
     constraints = make_constraints()
     [end] = TOKENIZER.eos_token_ids
-    grammar = grammar_of(StructuredOutputsParams(choice=choices))
+    grammar = checked(choice=choices)
     for choice in choices:
         constraint, done = constraints.begin(grammar), b""
         for token in [*TOKENIZER.encode(choice), None]:
@@ -192,8 +202,8 @@ def test_only_tokens_that_lead_to_a_choice_are_allowed(choices: list[str]) -> No
 
 @pytest.mark.parametrize("size", [TOKENIZER.vocab_size, 288, 320, 321])
 def test_vocabularies_of_every_size(size: int) -> None:
-    constraints = Constraints(lambda: TOKENIZER, eos_token_ids=(), vocab_size=size, num_logits=size)
-    constraint = constraints.begin(grammar_of(StructuredOutputsParams(regex="h+")))
+    constraints = Constraints(lambda: TOKENIZER, eos_token_ids=(), vocab_size=size, num_logits=size, most_bytes=2**20)
+    constraint = constraints.begin(checked(regex="h+"))
     assert TOKENIZER.encode("h")[0] in allowed(constraint) and max(allowed(constraint)) < TOKENIZER.vocab_size
     constraints.close()
 
@@ -202,9 +212,37 @@ def test_compiled_grammars_are_kept_up_to_a_bound() -> None:
     constraints = make_constraints()
     for number in range(MAX_COMPILED + 20):
         for _ in range(2):
-            assert allowed(constraints.begin(grammar_of(StructuredOutputsParams(regex=f"{number:03d}"))))
+            assert allowed(constraints.begin(checked(regex=f"{number:03d}")))
     assert len(constraints._compiled) == MAX_COMPILED
     constraints.close()
+
+
+def test_compiled_grammars_are_kept_up_to_their_bytes() -> None:
+    """A schema of 200 bytes may take megabytes: what counts is what the C library has given out for it."""
+    large = [checked(json={"type": "integer", "multipleOf": 20_011 + number}) for number in range(3)]
+    assert all(5 * 2**20 < grammar.num_bytes < 20 * 2**20 for grammar in large)
+    assert checked(regex="ab").num_bytes < 2**18
+    constraints = make_constraints(most_bytes=25 * 2**20)
+    for grammar in large:
+        assert allowed(constraints.begin(grammar))
+    assert len(constraints._compiled) == 2 and constraints._compiled.num_bytes == sum(
+        grammar.num_bytes for grammar in large[1:])
+    constraints.close()
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [
+    ({"max_schema_chars": 20}, {"json": SCHEMA}), ({"max_schema_depth": 2}, {"json": SCHEMA}),
+    ({"max_regex_chars": 3}, {"regex": "abcd"}), ({"max_grammar_chars": 10}, {"grammar": 'start: "yes"'}),
+    ({"max_choices": 1}, {"choice": ["a", "b"]}), ({"max_choices_chars": 3}, {"choice": ["ab", "cd"]}),
+    ({"max_multiple_of": 12}, {"json": {"type": "number", "multipleOf": 0.13}}),
+    ({"max_grammar_bytes": 2**20}, {"json": {"type": "integer", "multipleOf": 20_011}}),
+], ids=str)
+def test_limits_on_what_is_compiled(limit: dict[str, int], wanted: dict[str, Any]) -> None:
+    [name] = limit
+    checker = GrammarChecker(RequestLimits(**limit))
+    with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
+        checker.grammar(StructuredOutputsParams(**wanted))
+    GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**wanted))
 
 
 def test_masks_are_computed_by_other_threads() -> None:
@@ -214,8 +252,9 @@ def test_masks_are_computed_by_other_threads() -> None:
         seen.append(threading.current_thread())
         return TOKENIZER
 
-    constraints = Constraints(load, eos_token_ids=(), vocab_size=TOKENIZER.vocab_size, num_logits=TOKENIZER.vocab_size)
-    constraint = constraints.begin(grammar_of(StructuredOutputsParams(regex="ab+")))
+    constraints = Constraints(load, eos_token_ids=(), vocab_size=TOKENIZER.vocab_size, num_logits=TOKENIZER.vocab_size,
+                              most_bytes=2**20)
+    constraint = constraints.begin(checked(regex="ab+"))
     while not constraint.ready:
         constraints.wait(1)
     assert seen and threading.current_thread() not in seen

@@ -96,6 +96,23 @@ def return_free_memory() -> None:
             trim(0)
 
 
+class _AllocatorState(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def allocated_bytes() -> int:
+    """Bytes that the C library has given out and not got back, in all threads; 0 where it does not tell."""
+    state = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if state is None:
+        return 0
+    state.restype = _AllocatorState
+    found = state()
+    return int(found.uordblks + found.hblkhd)
+
+
 @contextmanager
 def large_blocks_returned() -> Iterator[None]:
     """Inside, the C library gives every block of 1 MiB or more back when it is freed.
