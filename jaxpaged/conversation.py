@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpaged.errors import RequestError
+from jaxpaged.errors import NotSupportedError, RequestError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_NOT_SUPPORTED = ("function_call", "audio", "refusal")  # dropped, they would be missing in the prompt
 
 
 def normalise_messages(messages: object) -> list[dict[str, Any]]:
@@ -30,6 +31,9 @@ def _normalise_message(where: str, message: object) -> dict[str, Any]:
     role = message.get("role")
     if role not in _ROLES or not isinstance(role, str):
         raise _bad(f"{where}.role must be one of {', '.join(_ROLES)}")
+    for key in _NOT_SUPPORTED:
+        if message.get(key) is not None:
+            raise NotSupportedError(f"{where}.{key} is not supported; leave it out", param="messages")
     content = message.get("content")
     if content is None and role == "assistant":
         content = ""
@@ -74,7 +78,7 @@ def _normalise_call(where: str, call: object) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else None
+            arguments = json.loads(arguments, parse_constant=_refuse_constant) if arguments.strip() else None
         except (ValueError, RecursionError):
             raise _bad(f"{where}.function.arguments is not valid JSON") from None
     if arguments is None:
@@ -83,6 +87,10 @@ def _normalise_call(where: str, call: object) -> dict[str, Any]:
         raise _bad(f"{where}.function.arguments must be an object")
     normal = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
     return {"id": call["id"], **normal} if isinstance(call.get("id"), str) else normal
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _bad(text: str) -> RequestError:

@@ -32,6 +32,10 @@ class RequestError(JaxpagedError, ValueError):
         self.param = param
         self.code = code
 
+    def about(self, param: str) -> "RequestError":
+        """The same with another field at fault, for a request that spells it so."""
+        return type(self)(self.message, param=param, code=self.code)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_request_error, (type(self), self.message, self.param, self.code)
 

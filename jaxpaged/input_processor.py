@@ -149,11 +149,13 @@ class InputProcessor:
 
     def render_chat(self, messages: object, *, tools: list[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,
-                    chat_template_kwargs: dict[str, Any] | None = None, may_be_long: bool = False) -> dict[str, Any]:
+                    chat_template_kwargs: dict[str, Any] | None = None, add_special_tokens: bool = False,
+                    may_be_long: bool = False) -> dict[str, Any]:
         """Turn a conversation into a prompt for `process`.
 
         Args:
             tools: that the model may call, in OpenAI's form.
+            add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
             may_be_long: take one that exceeds the context, for counting its tokens.
 
         Returns:
@@ -171,6 +173,7 @@ class InputProcessor:
         text, ids = tokenizer.apply_chat_template(
             normal, tools=tools or None, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
+            add_special_tokens=add_special_tokens,
             check=lambda text: self._check_chars(len(text), "messages"))
         if not may_be_long:
             self._check_room(len(ids), "messages")

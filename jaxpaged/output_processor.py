@@ -238,12 +238,12 @@ class _Choice:
         for number, token_id in enumerate(ids, 1):
             if self._tells_logprobs:
                 self._text_offsets.append(self._text_length)
-            watched = self.num_tokens + number > self._min_tokens  # before that no stop string counts
-            if self._watch(stops if watched else None, detokenizer.add((token_id,))):
+            ends = self.num_tokens + number > self._min_tokens  # before that no stop string counts
+            if self._watch(stops, detokenizer.add((token_id,)), ends):
                 return number
         if last:
-            watched = self.num_tokens + len(ids) > self._min_tokens
-            if self._watch(stops if watched else None, detokenizer.finish()):
+            ends = self.num_tokens + len(ids) > self._min_tokens
+            if self._watch(stops, detokenizer.finish(), ends):
                 return len(ids)
             self._texts.append(stops.release() if stops else "")
         return None
@@ -265,13 +265,13 @@ class _Choice:
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, self._decoded(token_id) if self._decoded else None)
 
-    def _watch(self, stops: StopStrings | None, text: str) -> bool:
+    def _watch(self, stops: StopStrings | None, text: str, ends: bool) -> bool:
         """Add text as far as it is decided; True if a stop string ends it."""
         self._text_length += len(text)
         if stops is None:
             self._texts.append(text)
             return False
-        text, found = stops.add(text)
+        text, found = stops.add(text, ends)
         if found is not None:
             self.finish_reason, self._stop_reason = "stop", found
             if not self._keep_stop:

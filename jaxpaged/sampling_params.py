@@ -10,6 +10,7 @@ from jaxpaged.errors import RequestError
 
 MAX_N = 2**14
 MAX_LENGTH_PENALTY = 10
+MAX_MAX_TOKENS = 2**63 - 1  # beyond any context; a number of thousands of digits would make its error as long
 MAX_SEED = 2**64 - 1
 # What the sampling programs have room for in each row.
 MAX_BEAM_CANDIDATES = 32  # continuations of each beam
@@ -149,7 +150,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1, None)
+            _check_int("max_tokens", self.max_tokens, 0 if self.prompt_logprobs is not None else 1, MAX_MAX_TOKENS)
         _check_int("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")

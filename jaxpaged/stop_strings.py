@@ -15,8 +15,11 @@ class StopStrings:
         self._firsts = {string.string[0] for string in self._searches}
         self._held = ""
 
-    def add(self, text: str) -> tuple[str, str | None]:
+    def add(self, text: str, ends: bool = True) -> tuple[str, str | None]:
         """Go on with new text.
+
+        Args:
+            ends: whether a stop string that ends within it counts; what only begins in it may count later.
 
         Returns:
             What is decided, and the stop string that it ends with or None. Of strings that end at the same place the
@@ -27,7 +30,7 @@ class StopStrings:
         whole = self._held + text
         for place, char in enumerate(text, len(self._held) + 1):
             found = [search.string for search in self._searches if search.step(char)]
-            if found:
+            if found and ends:
                 self._held = ""
                 return whole[:place], max(found, key=len)
         decided = len(whole) - max(search.matched for search in self._searches)
@@ -52,14 +55,18 @@ class _Search:
         self._borders = [0, 0]
 
     def step(self, char: str) -> bool:
-        """Take one character; True if the string ends with it. `matched` is the prefix that the text now ends with."""
+        """Take one character; True if the string ends with it.
+
+        `matched` is the length of the longest prefix, the whole string left out, that the text now ends with.
+        """
         string, borders = self.string, self._borders
         self.matched = self._longest(self.matched, char)
-        if self.matched == len(string):
-            return True
         if self.matched == len(borders):
             borders.append(self._longest(borders[-1], char))
-        return False
+        if self.matched < len(string):
+            return False
+        self.matched = borders[self.matched]
+        return True
 
     def _longest(self, length: int, char: str) -> int:
         while length and self.string[length] != char:

@@ -32,6 +32,15 @@ def grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
     Raises:
         RequestError: it is too large, or no text that could be one.
     """
+    try:
+        return _grammar_of(wanted, limits)
+    except RequestError:
+        raise
+    except Exception:  # readers of schemas and grammars raise whatever they trip over
+        raise _bad(_reason("")) from None
+
+
+def _grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
     from llguidance import LLMatcher, gbnf_to_lark
 
     if wanted.json_object:
@@ -50,7 +59,7 @@ def grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
     limits.at_most(_PARAM, "characters of a grammar", len(wanted.grammar), "max_grammar_chars")
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(wanted.grammar))
-    except Exception:  # the reader of GBNF raises whatever it trips over
+    except Exception:
         raise _bad("grammar is neither a Lark nor a GBNF grammar") from None
 
 

@@ -62,10 +62,7 @@ class Tokenizer:
         Raises:
             RequestError: the text has unpaired surrogates, which no UTF-8 text has.
         """
-        ids = self._encode(self.backend, text, add_special_tokens)
-        if add_special_tokens and self._adds_bos and ids[1:2] == [self.hf.bos_token_id]:
-            del ids[0]
-        return ids
+        return self._with_one_bos(self._encode(self.backend, text, add_special_tokens), add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Turn ids into text in one go; ids without a token count as nothing."""
@@ -91,12 +88,12 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                             add_generation_prompt: bool = True, continue_final_message: bool = False,
-                            chat_template_kwargs: dict[str, Any] | None = None,
+                            chat_template_kwargs: dict[str, Any] | None = None, add_special_tokens: bool = False,
                             check: Callable[[str], None] | None = None) -> tuple[str, list[int]]:
         """Apply the chat template and encode its text.
 
-        The template alone writes special tokens, the beginning token included: the text of one inside a message (or a
-        name, a tool, its result, a template argument) is encoded as ordinary text.
+        The template writes special tokens, the beginning token included, and unless asked nothing else does: the text
+        of one inside a message (or a name, a tool, its result, a template argument) is encoded as ordinary text.
 
         Args:
             messages: normalised messages.
@@ -104,6 +101,7 @@ class Tokenizer:
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it.
             chat_template_kwargs: further variables of the template.
+            add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
             check: may refuse the rendered text before it is tokenised.
 
         Returns:
@@ -129,9 +127,11 @@ class Tokenizer:
         text = render(job)
         if check is not None:
             check(text)
-        if not guard.used:
-            return text, self._encode(self.backend, text, False, "messages")
-        return guard.restore(text), self._encode_guarded(text, guard)
+        if guard.used:
+            ids = self._encode_guarded(text, guard, add_special_tokens)
+        else:
+            ids = self._encode(self.backend, text, add_special_tokens, "messages")
+        return guard.restore(text), self._with_one_bos(ids, add_special_tokens)
 
     def own_chat_template(self) -> ChatTemplate:
         """The model's template, or the one given in its place."""
@@ -176,12 +176,12 @@ class Tokenizer:
         numbers = backend.get_vocab()
         return backend, aliases, {numbers[aliases[text]]: number for number, text in self._special.items()}
 
-    def _encode_guarded(self, text: str, guard: StandIns) -> list[int]:
+    def _encode_guarded(self, text: str, guard: StandIns, add_special_tokens: bool) -> list[int]:
         with self._lock:
             backend, aliases, originals = self._literal
         # Other added tokens take part in the search, since the leftmost of all wins, and stay as they are.
         marked = any_of(self._added).sub(lambda found: aliases.get(found[0], found[0]), text)
-        ids = self._encode(backend, guard.restore(marked), False, "messages")
+        ids = self._encode(backend, guard.restore(marked), add_special_tokens, "messages")
         return [originals.get(number, number) for number in ids]
 
     def _encode(self, backend: Backend, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
@@ -191,6 +191,10 @@ class Tokenizer:
             if not isinstance(text, str):
                 raise
             raise RequestError("the text has unpaired surrogates, which UTF-8 cannot hold", param=param) from None
+
+    def _with_one_bos(self, ids: list[int], added: bool) -> list[int]:
+        """Without the beginning token that encoding has added before one of the text's own."""
+        return ids[1:] if added and self._adds_bos and ids[1:2] == [self.hf.bos_token_id] else ids
 
     def _find_adds_bos(self) -> bool:
         """Whether encoding begins with a token that the text did not bring."""

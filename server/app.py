@@ -39,6 +39,7 @@ from jaxpaged.server.page import page_response
 from jaxpaged.server.parsers.registry import reasoning_grammar
 from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest, template_options
 from jaxpaged.server.responses import EventStream, json_response, on_disconnect, read_body, server_error
+from jaxpaged.server.structure import structure_field
 from jaxpaged.server.token_routes import DetokenizeRequest, TokenizeRequest, TokenRoutes
 from jaxpaged.tokenizer import Tokenizer
 
@@ -197,8 +198,11 @@ class Api:
         prompts = _prompts(body.input, "input")
 
         def prepare(request_id: str, prompt: object) -> ProcessedRequest:
-            prepared = self._inputs.process(request_id, prompt, EMBEDDING_PARAMS,
-                                            add_special_tokens=body.add_special_tokens is not False)
+            try:
+                prepared = self._inputs.process(request_id, prompt, EMBEDDING_PARAMS,
+                                                add_special_tokens=body.add_special_tokens is not False)
+            except RequestError as error:
+                raise error.about("input") from None
             return for_embedding(prepared, body.pooling or "last")
 
         stream = self._client.admit(len(prompts))
@@ -223,7 +227,11 @@ class Api:
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
                 if params.structured_outputs is not None:
-                    await self._beside(stream, self._grammar_threads, self._inputs.grammar, params.structured_outputs)
+                    try:
+                        await self._beside(stream, self._grammar_threads, self._inputs.grammar,
+                                           params.structured_outputs)
+                    except RequestError as error:
+                        raise error.about(structure_field(body)) from None
                 requests = await self._submit(stream, prepare, ordinal, prompts)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,

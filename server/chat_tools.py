@@ -11,6 +11,8 @@ from jaxpaged.server.parsers.chosen import named_call, required_calls
 from jaxpaged.server.parsers.events import Grammar
 from jaxpaged.server.parsers.registry import TOOL_PARSERS
 
+_DEFINITIONS = ("$defs", "definitions")  # of schemas, which references point to
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -64,8 +66,7 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
     if name not in names:
         raise RequestError("tool_choice names a function that is not in tools", param="tool_choice")
     tool = known[names.index(name)]
-    schema = tool["function"].get("parameters") or {"type": "object"}
-    return ToolUse(known, named_call(name), schema, finish_reason="stop")
+    return ToolUse(known, named_call(name), _arguments_schema(tool), finish_reason="stop")
 
 
 def check_tools(tools: Sequence[object] | None, limits: HttpLimits) -> list[dict[str, Any]]:
@@ -107,12 +108,21 @@ def _check_tool(where: str, tool: object, limits: HttpLimits) -> dict[str, Any]:
     return {**tool, "function": {key: value for key, value in function.items() if value is not None}}
 
 
+def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a function's arguments, which are an object also where its parameters do not say so."""
+    schema = {"type": "object", **(tool["function"].get("parameters") or {})}
+    for key in _DEFINITIONS:
+        if not isinstance(schema.get(key) or {}, Mapping):
+            raise RequestError(f"{key} in the parameters of a tool must be an object", param="tools")
+    return schema
+
+
 def _calls_schema(tools: Sequence[Mapping[str, Any]], one: bool) -> dict[str, Any]:
     """Of a list of calls; definitions move to the top, where references look for them."""
-    definitions: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
     calls = []
     for tool in tools:
-        schema = dict(tool["function"].get("parameters") or {"type": "object"})
+        schema = _arguments_schema(tool)
         for key, found in definitions.items():
             for name, definition in (schema.pop(key, None) or {}).items():
                 if found.setdefault(name, definition) != definition:

@@ -60,7 +60,8 @@ class _Request(Body):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     expected_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="add what the tokenizer adds; default: true, in a chat false, as its template does that")
     use_beam_search: bool | None = Field(None, description="the n best of best_of beams instead of samples")
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -230,4 +231,5 @@ def template_options(body: Any) -> dict[str, Any]:
     continues = bool(body.continue_final_message)
     prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return {"add_generation_prompt": prompt, "continue_final_message": continues,
-            "chat_template_kwargs": body.chat_template_kwargs}
+            "chat_template_kwargs": body.chat_template_kwargs,
+            "add_special_tokens": bool(body.add_special_tokens)}

@@ -16,16 +16,7 @@ def structured_outputs(request: Any) -> StructuredOutputsParams | None:
     Raises:
         RequestError: it is none, or there are several.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
-    if request.structured_outputs is not None:
-        found.append(("structured_outputs", request.structured_outputs))
-    if request.response_format is not None:
-        wanted = _response_format(request.response_format)
-        if wanted is not None:
-            found.append(("response_format", wanted))
-    for name, key in OLD_NAMES.items():
-        if getattr(request, name) not in (None, False):
-            found.append((name, {key: getattr(request, name)}))
+    found = _named(request)
     if not found:
         return None
     if len(found) > 1:
@@ -39,7 +30,27 @@ def structured_outputs(request: Any) -> StructuredOutputsParams | None:
     try:
         return StructuredOutputsParams(**given)
     except RequestError as error:
-        raise RequestError(error.message, param=name) from None
+        raise error.about(name) from None
+
+
+def structure_field(request: Any) -> str:
+    """The field that names the constraint; without one it follows from the tools whose calls are demanded."""
+    return next((name for name, _ in _named(request)), "tools")
+
+
+def _named(request: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Fields of a request that name a constraint, and `structured_outputs` as each would have it."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if request.structured_outputs is not None:
+        found.append(("structured_outputs", request.structured_outputs))
+    if request.response_format is not None:
+        wanted = _response_format(request.response_format)
+        if wanted is not None:
+            found.append(("response_format", wanted))
+    for name, key in OLD_NAMES.items():
+        if getattr(request, name) not in (None, False):
+            found.append((name, {key: getattr(request, name)}))
+    return found
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:

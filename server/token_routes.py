@@ -23,7 +23,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = Field(None, description="what the tokenizer adds to a prompt; default: true")
+    add_special_tokens: bool | None = Field(None, description="add what the tokenizer adds; default: true for a prompt")
     return_token_strs: bool | None = Field(None, description="add the text of each token")
 
 

@@ -20,7 +20,7 @@ def test_messages_that_are_fine() -> None:
             {"id": "3", "type": "function", "function": {"name": "h", "arguments": ""}},
             {"id": "4", "type": "function", "function": {"name": "i", "arguments": {"y": 2}}}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
-        {"role": "assistant", "reasoning_content": "hm", "unknown": 1},
+        {"role": "assistant", "reasoning_content": "hm", "unknown": 1, "refusal": None, "function_call": None},
         {"role": "user", "content": ""},
     ]
     found = normalise_messages(messages)
@@ -53,7 +53,10 @@ def call(**function: Any) -> dict[str, Any]:
     {"role": "assistant", "tool_calls": "f"}, {"role": "assistant", "tool_calls": [5]},
     {"role": "assistant", "tool_calls": [{"id": "1"}]}, call(name=5, arguments="{}"), call(name="f", arguments="{"),
     call(name="f", arguments="[1]"), call(name="f", arguments="5"), call(name="f", arguments="\"text\""),
-    call(name="f", arguments=[1]), call(name="f", arguments=5), call(name="f", arguments="[" * 100_000),
+    {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}},
+    {"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant", "content": "", "audio": {"id": "1"}},
+    call(name="f", arguments='{"a": NaN}'), call(name="f", arguments=[1]), call(name="f", arguments=5),
+    call(name="f", arguments="[" * 100_000),
 ])
 def test_messages_that_are_not(message: object) -> None:
     with pytest.raises(RequestError) as caught:

@@ -97,7 +97,7 @@ def test_over_http(model: Path, expected: dict[str, list[np.ndarray]], tmp_path:
         packed = post(input=PROMPTS[4], pooling="mean", normalize=False, encoding_format="base64").json()
         assert struct.unpack("<64f", base64.b64decode(packed["data"][0]["embedding"])) == pytest.approx(floats)
         bad: list[tuple[dict[str, Any], str]] = [
-            ({}, "input"), ({"input": []}, "input"), ({"input": ""}, "prompt"),
+            ({}, "input"), ({"input": []}, "input"), ({"input": ""}, "input"), ({"input": [True]}, "input"),
             ({"input": "a", "dimensions": 8}, "dimensions"), ({"input": "a", "pooling": "x"}, "pooling"),
             ({"input": "a", "encoding_format": "int8"}, "encoding_format")]
         for body, param in bad:

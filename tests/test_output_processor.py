@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import TokenDelta
+from jaxpaged.messages import TokenDelta, TokenLogprobs
 from jaxpaged.output_processor import OutputProcessor, ProcessedOutputs
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -63,9 +63,10 @@ class Run:
 # Stop strings
 
 
-def first_end(text: str, stops: Iterable[str]) -> tuple[int, str] | None:
-    """By definition: the smallest end of any match, and of those the longest string."""
-    ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+def first_end(text: str, stops: Iterable[str], free: int) -> tuple[int, str] | None:
+    """By definition: the smallest end of any match behind `free` characters, and of those the longest string."""
+    ends = [(end, -len(stop), stop) for stop in stops for end in range(free + 1, len(text) + 1)
+            if text[:end].endswith(stop)]
     if not ends:
         return None
     end, _, stop = min(ends)
@@ -81,14 +82,15 @@ short_text = st.text("ab", max_size=30)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-@given(pieces=st.lists(short_text), stops=stop_lists)
-def test_stop_strings_by_definition(pieces: list[str], stops: list[str]) -> None:
+@given(pieces=st.lists(short_text), stops=stop_lists, free=st.sampled_from([0, 0, 1, 2]))
+def test_stop_strings_by_definition(pieces: list[str], stops: list[str], free: int) -> None:
+    """Within the first `free` pieces none counts."""
     watch, released, text = StopStrings(stops), "", ""
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
         text += piece
-        decided, found = watch.add(piece)
+        decided, found = watch.add(piece, number >= free)
         released += decided
-        wanted = first_end(text, stops)
+        wanted = first_end(text, stops, len("".join(pieces[:free])))
         if wanted is not None:
             assert (len(released), found) == wanted and text.startswith(released)
             return
@@ -116,6 +118,21 @@ def test_a_stop_string_ends_the_text(text: str, stops: list[str], left: str, fou
         assert run.outputs[-1].finished and run.aborted == run.ids
         # The last token is the one whose text completed the string.
         assert run.choice.token_ids == tuple(letters(left + found))
+
+
+@pytest.mark.parametrize("least", range(7))
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_a_stop_string_counts_that_ends_behind_min_tokens(least: int, logprobs: int | None) -> None:
+    """Also one that begins before: `ab` ends at tokens 2, 4 and 6."""
+    end = next((end for end in (2, 4, 6) if end > least), None)
+    for together in (False, True):
+        run = Run(stop="ab", min_tokens=least, logprobs=logprobs)
+        *pieces, last = [letters("ababab")] if together else [[letter] for letter in letters("ababab")]
+        for piece in pieces:
+            run.feed(piece, logprobs=(TokenLogprobs(-1.0, 1),) * len(piece))
+        run.feed(last, finish_reason="length", logprobs=(TokenLogprobs(-1.0, 1),) * len(last))
+        assert run.choice.text == "ababab"[:end - 2 if end else 6]
+        assert run.choice.finish_reason == ("stop" if end else "length") and len(run.choice.token_ids) == (end or 6)
 
 
 def test_one_delta_of_many_tokens_stops_at_the_same_place() -> None:

@@ -169,12 +169,19 @@ def test_calls_that_are_demanded(client: openai.OpenAI, choice: Any, expected: l
     assert stream(client, "words", **more)[:2] == (message, reason)
 
 
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": [{}]}, "tools"), ({"tools": [{"type": "retrieval"}]}, "tools"), ({"tools": "x"}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": 3}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
     ({"tools": [TOOLS[0]] * 2}, "tools"),
+    *(({"tools": [tool(parameters)], "tool_choice": choice}, "tools")
+      for choice in ("required", {"type": "function", "function": {"name": "f"}})
+      for parameters in ({"$defs": [1]}, {"definitions": "x"}, {"type": "wizard"}, {"$defs": {}, "$ref": "#/$defs/a"})),
     ({"tools": [{**TOOLS[0], "function": {"name": f"f{n}"}} for n in range(129)]}, "tools"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"), ({"tool_choice": "never"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -182,6 +189,7 @@ def test_calls_that_are_demanded(client: openai.OpenAI, choice: Any, expected: l
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "messages"),
+    ({"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "messages"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),

@@ -268,7 +268,8 @@ def test_other_structures_beside_free_requests(server: LiveServer, http: httpx.C
     ({"structured_outputs": {"grammar": "start: what"}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"items": {"type": "integer", "multipleOf": 99_999_989}}}}, "structured_outputs"),
     ({"response_format": {"type": "yaml"}}, "response_format"),
-    ({"guided_json": {"$ref": "#"}}, "structured_outputs"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wizard"}}}}, "response_format"),
 ])
 def test_structures_that_cannot_be_are_refused_before_anything_runs(http: httpx.Client, fields: dict[str, Any],
                                                                     param: str) -> None:

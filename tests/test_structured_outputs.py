@@ -46,6 +46,8 @@ def doubling(levels: int) -> dict[str, Any]:
     return schema
 
 
+CIRCLE: dict[str, Any] = {}
+CIRCLE["items"] = CIRCLE
 BAD: dict[str, dict[str, Any]] = {
     "regex": {"regex": "(("}, "back reference": {"regex": r"(a)\1"}, "long regex": {"regex": "a" * 20_000},
     "schema that is no JSON": {"json": "{"}, "schema that is a list": {"json": "[1]"},
@@ -58,6 +60,9 @@ BAD: dict[str, dict[str, Any]] = {
         "grammar": "start: " + '"a" ' * 20_000}, "many choices": {"choice": ["x"] * 2000},
     "large choices": {"choice": ["x" * 70_000]}, "external reference": {"json": {"$ref": "http://localhost/schema"}},
     "file": {"json": {"$ref": "file:///etc/passwd"}},
+    "not a number": {"json": {"minimum": float("nan")}}, "infinite": {"json": '{"minimum": 1e999}'},
+    "half a character": {"regex": "\ud800"}, "half a character to choose": {"choice": ["\ud800"]},
+    "no JSON value": {"json": {"const": {1, 2}}}, "its own part": {"json": CIRCLE},
 }
 GOOD: dict[str, dict[str, Any]] = {
     "repeated": {"regex": "(a{1,1000}){1,1000}"}, "overlapping": {"regex": "(.*a.{40})|(.*b.{60})"},

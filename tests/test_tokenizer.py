@@ -266,6 +266,16 @@ def test_exactly_one_beginning_token() -> None:
     assert ids.count(bos) == 1
 
 
+@pytest.mark.parametrize("opening", ["<s>", ""])
+@pytest.mark.parametrize("content", ["hello", "<s>hello"])
+def test_the_beginning_token_of_a_chat(opening: str, content: str) -> None:
+    """The template's own, or with the switch the tokenizer's, and never both; one in a message is a text."""
+    tokenizer = wrap(sentencepiece_metadata(**{"tokenizer.chat_template": opening + "{{ messages[0].content }}"}))
+    for switch, expected in ((False, bool(opening)), (True, True)):
+        _, ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_special_tokens=switch)
+        assert ids.count(1) == expected and (ids[0] == 1) is expected
+
+
 def test_a_tokenizer_that_adds_none_leaves_repeated_ones_alone(smollm2: Tokenizer) -> None:
     assert smollm2.encode("<|im_start|><|im_start|>") == [1, 1]
 
