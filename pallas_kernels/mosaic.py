@@ -1,9 +1,9 @@
 """The one module that knows Pallas' Mosaic GPU lowering; no other may import `jax.experimental.pallas.mosaic_gpu`.
 
 Mosaic GPU is for Hopper: TMA loads into shared memory, barriers, wgmma. Its interpreter runs such kernels on a CPU and
-detects races, but that of jax 0.10 lacks three things, for which `Tensors` has stand-ins there: layouts of values in
-registers (layout_cast has no rule), operands of wgmma in registers, and transposed operands. The latter two take a
-detour through shared memory. What the compiled kernel does in these three places has only been compiled. It also sees
+detects races, but lacks what `Tensors` has stand-ins for there: operands of wgmma in registers, which take a detour
+through shared memory, and in jax 0.10 also layouts of values in registers and transposed operands, which jax 0.11 and
+0.12 interpret as they are compiled. What the compiled kernel does in these places has only been compiled. It also sees
 no race of a wgmma that reads what a load has not yet written, and does not know that a load into an `operand` has to
 begin at a multiple of 8 in each axis that is tiled: elsewhere the GPU would read zeros.
 """
@@ -53,25 +53,29 @@ class Tensors:
 
     interpret: bool
 
+    @property
+    def _has_layouts(self) -> bool:
+        return not self.interpret or jax.__version_info__ >= (0, 11)
+
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
         """Float32 of shape [rows, columns], or [rows]: what reducing columns leaves."""
         layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
         made = jnp.full(shape, value, jnp.float32)
-        return made if self.interpret else plgpu.layout_cast(made, layout)
+        return plgpu.layout_cast(made, layout) if self._has_layouts else made
 
     def index(self, shape: tuple[int, int], axis: int) -> jax.Array:
         """int32 [rows, columns]: each place's index along `axis`."""
-        if self.interpret:
-            return lax.broadcasted_iota(jnp.int32, shape, axis)
-        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+        if self._has_layouts:
+            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def multiply_transposed(self, a: Any, b: Any, staging: Any) -> jax.Array:
         """a [M, K] x b [N, K] in shared memory -> [M, N] float32; staging [K, N]: only to interpret."""
-        if self.interpret:
-            staging[...] = b[...].T
-            commit_smem()
-            return self._multiply(a, staging, b.shape[0])
-        return self._multiply(a, plgpu.transpose_ref(b, (1, 0)), b.shape[0])
+        if self._has_layouts:
+            return self._multiply(a, b.T, b.shape[0])
+        staging[...] = b[...].T
+        commit_smem()
+        return self._multiply(a, staging, b.shape[0])
 
     def multiply(self, a: jax.Array, b: Any, staging: Any) -> jax.Array:
         """a [M, K] in registers x b [K, N] in shared memory -> [M, N] float32; staging [M, K]: only to interpret."""
