@@ -67,8 +67,9 @@ class EngineConfig:
     cpu_linear: str = _flag("auto", "products with the weights on CPU, the same way", choices=("auto", "native", "xla"),
                             group="memory")
     gpu_attention: str = _flag(
-        "triton", "how Pallas lowers attention for a GPU; mosaic: steps of few tokens by Mosaic GPU, on a Hopper GPU; "
-        "neither has been timed on one yet", choices=("triton", "mosaic"), group="memory")
+        "auto", "how Pallas lowers attention for a GPU; mosaic: steps of few tokens by Mosaic GPU, on one Hopper GPU; "
+        "auto: mosaic there, if a short trial at start finds its results right; neither has been timed on a GPU yet",
+        choices=("auto", "triton", "mosaic"), group="memory")
     swap_space: str | None = _flag(
         None, "host memory for evicted KV blocks in GiB, as 16 or 16G (default: 4; on CPU 0)", group="memory")
     preemption_mode: str = _flag("recompute", "what a preempted request has computed is computed again, or held in "

@@ -174,6 +174,7 @@ class EngineInfo:
     start_seconds: float
     eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
+    attention: str = ""
 
     def summary(self) -> str:
         """The start-up line for people."""
@@ -183,7 +184,7 @@ class EngineInfo:
             f"weights {self.weight_bytes / 2**20:,.0f} MiB, "
             f"{self.num_blocks:,} KV blocks of {self.block_size} hold {tokens:,} tokens "
             f"({self.kv_cache_bytes / 2**20:,.0f} MiB), context {self.max_model_len:,}, "
-            f"{self.num_programs} programs, ready in {self.start_seconds:.1f} s"
+            f"attention by {self.attention}, {self.num_programs} programs, ready in {self.start_seconds:.1f} s"
         )
 
 

@@ -30,7 +30,9 @@ from jaxpaged.messages import EngineInfo
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.transformer import Transformer
+from jaxpaged.mosaic_check import settle_gpu_attention
 from jaxpaged.native_kernels import choose_native
+from jaxpaged.pallas_kernels.kv_pages import page_dtype
 from jaxpaged.planning import (
     TRIAL_LAYERS,
     DeviceDescription,
@@ -89,6 +91,8 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     on_cpu = device.platform == "cpu"
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
         raise ConfigError("--preemption-mode swap needs memory; give --swap-space in GiB")
+    config = replace(config, gpu_attention=settle_gpu_attention(
+        config.gpu_attention, model.config, config.block_size, page_dtype(config.kv_cache_dtype, model.dtype), device))
     plan, programs = _plan_programs(config, model, device, report)
     for line in plan.memory.lines(device.kind, lengths_of_interest(plan.max_model_len)):
         report(line)
@@ -114,6 +118,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         start_seconds=time.monotonic() - began,
         eos_token_ids=model.config.eos_token_ids,
         num_host_blocks=config.swap_bytes(device.platform) // plan.cache.block_bytes,
+        attention=programs.attention,
     )
     return ReadyModel(runner, info, plan.shape, programs.chunk_sizes)
 

@@ -102,12 +102,21 @@ def make_metadata(
     )
 
 
+def uses_mosaic(target: GpuTarget, config: ModelConfig, cache_dtype: jnp.dtype) -> bool:
+    """Whether Mosaic GPU computes this model's attention in steps of fewer than `MANY_TOKENS` tokens."""
+    return _tiles(target, 1, config, cache_dtype).mosaic
+
+
+def _tiles(target: GpuTarget, tokens: int, config: ModelConfig, cache_dtype: jnp.dtype) -> AttentionTiles:
+    return paged_attention.choose_tiles(target, tokens, config.num_heads // config.num_kv_heads, config.head_dim,
+                                        cache_dtype, is_biased=config.alibi or config.attention_sinks)
+
+
 def _gpu_attention(
     slot: jax.Array, position: jax.Array, null_slot: int, config: ModelConfig, cache_dtype: jnp.dtype, target: GpuTarget
 ) -> GpuAttention:
     tokens, heads, kv_heads = slot.shape[0], config.num_heads, config.num_kv_heads
-    tiles = paged_attention.choose_tiles(target, tokens, heads // kv_heads, config.head_dim, cache_dtype,
-                                         is_biased=config.alibi or config.attention_sinks)
+    tiles = _tiles(target, tokens, config, cache_dtype)
     sizes = paged_attention.work_sizes(target, tiles, tokens, null_slot, heads, kv_heads)
     windows = sorted({config.window(layer) for layer in range(config.num_layers)}, key=lambda window: window or 0)
     lists = ((window, make_work_list(slot, position, null_slot, sizes, window)) for window in windows)

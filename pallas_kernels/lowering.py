@@ -7,8 +7,9 @@ today. It is deprecated since jax 0.11 and still there, working, in 0.12. On the
    text, with the grid and the number of warps and stages, and XLA compiles that IR as it does today. `launch` then
    becomes such a call with IR frozen from the last jax that can lower our kernels (or written by the official Triton
    compiler ahead of time). tests/test_lowering.py proves on every run that this route still compiles.
-2. On Hopper, Mosaic GPU, Pallas' other GPU lowering: `mosaic_attention` is there for decode, where `GpuTarget.mosaic`
-   asks for it. That is off unless the user turns it on, since neither lowering has been timed on a GPU yet.
+2. On Hopper, Mosaic GPU, Pallas' other GPU lowering: `mosaic_attention` is there for decode, where `GpuTarget.of`
+   chooses it. The engine first tries on the very GPU whether its results are right (`jaxpaged.mosaic_check`), since
+   it has only been compiled and interpreted; neither lowering has been timed on a GPU yet.
 
 A kernel's body uses plain `jax.numpy`, `pl.program_id`, `pl.when`, `lax.fori_loop`, and from here `load`, `store` and
 `dot`. Triton has no dynamic grid and no scalar prefetch: grids are static, what varies is read from arrays. Index a
@@ -19,7 +20,7 @@ them.
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -47,14 +48,20 @@ class GpuTarget:
     mosaic: bool = False
 
     @classmethod
-    def of(cls, device: jax.Device, *, mosaic: bool = False) -> "GpuTarget":
-        """The target of a CUDA device, also of one that can only be compiled for."""
+    def of(cls, device: jax.Device, attention: str = "triton", *, sharded: bool = False) -> "GpuTarget":
+        """The target of a CUDA device, also of one that can only be compiled for.
+
+        Args:
+            attention: its lowering: "triton"; "mosaic" or "auto" for Mosaic GPU where the device has it.
+            sharded: several devices share the model; `mosaic_attention` has not been compiled for that.
+        """
         major, _, minor = str(device.compute_capability).partition(".")
-        return cls((int(major), int(minor)), int(device.core_count), mosaic=mosaic)
+        target = cls((int(major), int(minor)), int(device.core_count))
+        return replace(target, mosaic=attention != "triton" and target.has_mosaic and not sharded)
 
     @property
     def has_mosaic(self) -> bool:
-        """Whether `mosaic` may be asked for: wgmma is Hopper's alone."""
+        """Whether Mosaic GPU can lower our kernels: their wgmma is Hopper's alone."""
         return self.compute_capability == (9, 0)
 
     @property

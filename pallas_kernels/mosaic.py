@@ -124,7 +124,7 @@ def launch(
 
 
 def found_races() -> bool:
-    """Whether a kernel that was interpreted last had a race."""
+    """Whether the kernel that was interpreted last had a race; jax 0.12 raises JaxRuntimeError at the first instead."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     return bool(interpret_pallas_call.get_races().races_found)

@@ -114,7 +114,7 @@ def compiled(variant: tuple[Any, ...], folder: Path) -> aot.ProgramFacts:
     head_dim, dtype, page_size, group, window, softcap = variant
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
     [device] = aot.compile_only_devices(find_gpu("h200"))
-    target, tokens, kv_heads, slots = GpuTarget.of(device, mosaic=True), 16, 8, 256
+    target, tokens, kv_heads, slots = GpuTarget.of(device, "mosaic"), 16, 8, 256
     tiles = paged_attention.choose_tiles(target, tokens, group, head_dim, jnp.dtype(dtype))
     sizes = paged_attention.work_sizes(target, tiles, tokens, slots, group * kv_heads, kv_heads)
 

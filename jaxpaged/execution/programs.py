@@ -33,9 +33,11 @@ from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
 from jaxpaged.execution.step_functions import XLA_ALONE, NativeKernels, Params, StepFunctions
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, ProgramName, StepShape
+from jaxpaged.models.attention import uses_mosaic
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
+from jaxpaged.pallas_kernels.tiles import MANY_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class ProgramSet:
         vocab_size: int,
         platform: str,
         native: NativeKernels = XLA_ALONE,
-        gpu_attention: str = "triton",
+        gpu_attention: str = "auto",
         store: Path | None = None,
         chunk_sizes: Sequence[int] = (),
     ) -> None:
@@ -94,9 +96,9 @@ class ProgramSet:
         self._config = config
         self._shape = shape
         self._platform = platform
-        mosaic = gpu_attention == "mosaic"
-        target = GpuTarget.of(placement.devices[0], mosaic=mosaic) if platform == "cuda" else None
-        if mosaic and (target is None or not target.has_mosaic or placement.mesh):
+        target = None if platform == "cpu" else GpuTarget.of(placement.devices[0], gpu_attention,
+                                                             sharded=placement.mesh is not None)
+        if gpu_attention == "mosaic" and not (target and target.mosaic):
             raise ConfigError("--gpu-attention mosaic needs one GPU of the Hopper generation; use triton")
         if target is not None and cache.dtype == jnp.float8_e4m3fn and not target.has_fp8:
             raise ConfigError(f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, and "
@@ -134,6 +136,16 @@ class ProgramSet:
             "native_kernels": str(self._functions.native),
             "gpu_attention": str(self._functions.target),
         }
+
+    @property
+    def attention(self) -> str:
+        """What computes attention, for people."""
+        target = self._functions.target
+        if target is None:
+            return "native kernel" if self._functions.native.attention else "XLA"
+        if uses_mosaic(target, self._config, self._cache.dtype):
+            return f"Mosaic GPU below {MANY_TOKENS} tokens in a step, Triton above"
+        return "Triton"
 
     @property
     def uses_store(self) -> bool:
