@@ -39,7 +39,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FEW, DECODE, PREFILL = 16, 64, 8192  # below 32 tokens attention has smaller tiles
 PROGRAMS = (("forward", FEW), ("forward", DECODE), ("forward", PREFILL), ("sample", 256), ("sample_full", 256))
-KERNELS = "paged_attention|rotary_kv_write|sampler|top_tokens"
+# More programs, with flags: what is added to the name, the GPUs and the model that it is compiled for, program, flags.
+VARIANTS: tuple[tuple[str, tuple[str, ...], str, tuple[str, int], dict[str, Any]], ...] = (
+    (" by Triton", ("h200",), "llama-3.1-8b", ("forward", FEW), {"gpu_attention": "triton"}),
+    ("", GPUS, "smollm2-135m", ("prompt_logprobs", 64), {}),
+    (" processed", ("h200",), "smollm2-135m", ("sample_full", 256), {"logprobs_mode": "processed_logprobs"}),
+)
+KERNELS = "paged_attention|rotary_kv_write|sampler|top_tokens|mosaic_gpu"
+MOSAIC = "paged_attention_mosaic"  # the name of what has none of ours in its PTX
 PER_LAYER_KERNEL = "paged_attention_combine"  # one in each layer, after everything that the layers share
 
 
@@ -85,6 +92,10 @@ def compile_rows(gpu_name: str, models: tuple[str, ...], layers: int) -> list[Ro
             pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)]
             for program in PROGRAMS:
                 rows.append(_row(programs, program, pools, gpu, model, layers))
+            for suffix, gpus, of_model, program, flags in VARIANTS:
+                if gpu.name in gpus and model == of_model:
+                    programs, _ = engine_programs(MODELS[model], device, layers, **flags)
+                    rows.append(_row(programs, program, pools, gpu, model, layers, suffix))
     return rows
 
 
@@ -111,24 +122,25 @@ def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) 
     return programs, plan
 
 
-def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, model: str, layers: int) -> Row:
+def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, model: str, layers: int,
+         suffix: str = "") -> Row:
     from jaxpaged.execution import aot
-    from jaxpaged.execution.programs import COMPILER_OPTIONS
 
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
-        compiled = programs.lower(program).compile(compiler_options=COMPILER_OPTIONS["cuda"] | aot.dump_options(dump))
+        with aot.mosaic_dump(dump):
+            compiled = programs.compile(program, aot.dump_options(dump))
         facts = aot.analyse(compiled, dump, kernels=KERNELS)
     names = [launch.name for launch in facts.work]
     marks = [index for index, name in enumerate(names) if name.startswith(PER_LAYER_KERNEL)]
     kernels = []
     for kernel in sorted(facts.kernels, key=lambda kernel: kernel.name):
-        launch = facts.launch(kernel.name)
-        kernels.append(asdict(kernel) | {
+        launch = facts.launch_of(kernel)
+        kernels.append(asdict(kernel) | {"name": MOSAIC if kernel.is_mosaic else kernel.name} | {
             "grid": launch.grid, "threads": launch.threads, "shared_bytes": launch.shared_bytes,
             "blocks_per_sm": aot.resident_blocks(kernel, launch, gpu)})
     return Row(
-        gpu=gpu.name, model=model, program=f"{program[0]}[{program[1]}]", layers=layers,
+        gpu=gpu.name, model=model, program=f"{program[0]}[{program[1]}]{suffix}", layers=layers,
         pool_bytes=sum(pools), largest_pool=max(pools),
         alias_bytes=facts.alias_bytes, temporary_bytes=facts.temporary_bytes,
         largest_copy=max((op.num_bytes for op in facts.copies), default=0),
@@ -186,8 +198,10 @@ def table_lines(rows: list[Row]) -> list[str]:
         "GPU": row.gpu, "model": row.model, "program": row.program, "kernel": kernel["name"],
         "registers": kernel["registers"], "spilled": kernel["spill_bytes"],
         "shared, KiB": f"{kernel['shared_bytes'] / 1024:.1f}", "threads": kernel["threads"],
-        "blocks per SM": kernel["blocks_per_sm"], "16-byte async loads": kernel["async_loads"], "mma": kernel["mma"],
-        "wgmma": kernel["wgmma"], "waits for": " ".join(map(str, kernel["wait_groups"])),
+        "blocks per SM": kernel["blocks_per_sm"], "16-byte async loads": kernel["async_loads"],
+        "TMA loads": kernel["tma_loads"], "barriers": kernel["barriers"],
+        "mma": kernel["mma"], "wgmma": kernel["wgmma"],
+        "waits for": " ".join(map(str, kernel["wait_groups"])),
     } for row in rows for kernel in row.kernels]
     return [*_markdown(programs), "", *_markdown(kernels)]
 
@@ -209,7 +223,11 @@ def document(version: str, rows: list[Row], sharded: Sequence[ShardedRow] = ()) 
         *table_lines(rows), "",
         "Aliased: what a program updates in place; beside the pool the block table, ids and sampling state. Waits for: "
         "asynchronous loads that may still be under way at each wait; more than 0 means that loads and arithmetic "
-        "overlap. Matrix products outside attention are cuBLASLt's.", "",
+        f"overlap. {MOSAIC}, which `--gpu-attention auto` chooses for steps of few tokens on one Hopper, loads by TMA "
+        "instead, into a ring of three blocks, each with a barrier for its keys and one for its values; it is a custom "
+        "call to XLA, its sizes are read in its PTX. By Triton: with `--gpu-attention triton`, or where the trial at "
+        "start fails. Processed: with `--logprobs-mode processed_logprobs`. Matrix products outside attention are "
+        "cuBLASLt's.", "",
         *(section(list(sharded)) if sharded else ())])
 
 

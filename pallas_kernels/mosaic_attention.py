@@ -55,7 +55,7 @@ def attend(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Whole tiles' results [T, N, H], zeros elsewhere; partial results [Z, K, R, H] and their log2 sums [Z, K, R]."""
+    """Whole tiles' results [T, N, H], queries elsewhere; partial results [Z, K, R, H] and their log2 sums [Z, K, R]."""
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = pages.k.shape[1:3]
     group, sizes = heads // kv_heads, work.sizes
@@ -66,7 +66,7 @@ def attend(
     boxes = max(BLOCK // page_size, 1)
     dtype, ring = pages.k.dtype, (STAGES, BLOCK, head_dim)
     staging = (mosaic.operand((head_dim, BLOCK), dtype), mosaic.operand((ROWS, BLOCK), dtype)) if interpret else ()
-    out = mosaic.written_in_place(jnp.zeros(q.shape, dtype))
+    out = mosaic.written_in_place(q.astype(dtype))  # in its memory; the kernel reads the padded queries
     partials, logsums = mosaic.launch(
         partial(_kernel, rule=rule, group=group, spread=spread, page_size=page_size, tile_tokens=sizes.tile_tokens,
                 tensors=mosaic.Tensors(interpret)),

@@ -157,22 +157,6 @@ def test_compiled_for_hopper(variant: tuple[Any, ...], tmp_path: Path) -> None:
     assert facts.command_buffers == 1 and not facts.outside_graphs
 
 
-@pytest.mark.slow
-def test_a_step_of_the_engine_is_one_graph(tmp_path: Path) -> None:
-    """As without it, but for a memset and Mosaic's kernel."""
-    from bench.bench_aot import MODELS, engine_programs
-    from jaxpaged.execution.devices import DeviceInfo
-
-    gpu = find_gpu("h200")
-    device = DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, aot.compile_only_devices(gpu))
-    programs, _ = engine_programs(MODELS["smollm2-135m"], device, 2, gpu_attention="mosaic")
-    with aot.no_persistent_cache():
-        facts = aot.analyse(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path)
-    kinds = [launch.kind for launch in facts.launches]
-    assert kinds.count("CustomCall") == 2, facts.launches
-    assert facts.command_buffers == 1 and not facts.outside_graphs
-
-
 def test_only_one_module_knows_the_mosaic_lowering() -> None:
     files = [file for folder in ("jaxpaged", "models", "server", "pallas_kernels", "bench")
              for file in (Path(__file__).parents[1] / folder).rglob("*.py")]

@@ -6,12 +6,13 @@ JAX this takes its CUDA plugin of the same version and, for registers and spills
 """
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -66,6 +67,25 @@ def dump_options(folder: Path) -> dict[str, bool | str]:
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, "xla_dump_emitter_re": "ptx"}
 
 
+@contextmanager
+def mosaic_dump(folder: Path) -> Iterator[None]:
+    """Make Mosaic GPU leave its kernels in `folder` too, each the first time that this process compiles it.
+
+    It is told by the environment alone, so of the whole process.
+    """
+    told = {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ |= told
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One entry of the program's thunk sequence: a kernel, a cuBLASLt product, a copy, a loop, ...
@@ -91,18 +111,22 @@ class Kernel:
 
     Attributes:
         registers, spill_bytes: per thread, as ptxas says; spills are stores and loads together.
-        static_shared_bytes: without what the launch adds.
+        threads: most in a block.
+        shared_bytes: static, without what the launch adds; of a kernel by Mosaic GPU, as far as it is addressed.
         async_loads: `cp.async` instructions of 16 bytes; narrow_async_loads: of fewer.
         wide_loads, loads, wide_stores, stores: global memory; wide ones move 16 bytes per thread or more.
         mma, wgmma: tensor-core instructions, by warp or by warp group (Blackwell's tcgen05 among the latter).
         wait_groups: how many groups of asynchronous loads may still be under way at each wait, in order. A loop that
             waits for 0 does not load while it computes.
+        tma_loads, barriers: loads of whole boxes by the tensor memory accelerator, and the barriers in shared memory
+            that tell of their end.
     """
 
     name: str
     registers: int
     spill_bytes: int
-    static_shared_bytes: int
+    threads: int
+    shared_bytes: int
     async_loads: int
     narrow_async_loads: int
     wide_loads: int
@@ -112,6 +136,13 @@ class Kernel:
     mma: int
     wgmma: int
     wait_groups: tuple[int, ...]
+    tma_loads: int
+    barriers: int
+
+    @property
+    def is_mosaic(self) -> bool:
+        """Whether Mosaic GPU made it; it keeps no name of ours."""
+        return self.name.endswith(_MOSAIC)
 
     @property
     def overlaps(self) -> bool:
@@ -165,7 +196,15 @@ class ProgramFacts:
         """The first launch of this kernel."""
         return next(launch for launch in self.launches if re.fullmatch(rf"{re.escape(name)}(_\d+)?", launch.name))
 
+    def launch_of(self, kernel: Kernel) -> Launch:
+        """The first launch of a kernel. One by Mosaic GPU is a custom call to XLA, its sizes are those of its PTX."""
+        if not kernel.is_mosaic:
+            return self.launch(kernel.name)
+        call = next(launch for launch in self.launches if launch.kind == "CustomCall")
+        return replace(call, threads=kernel.threads, shared_bytes=kernel.shared_bytes)
 
+
+_MOSAIC = "_mosaic_gpu_kernel"
 _BRACKETS = ("CommandBuffer", "Sequential", "Conditional", "While")
 
 
@@ -273,8 +312,10 @@ def _kernels(dump: Path, wanted: re.Pattern[str]) -> Iterator[Kernel]:
             continue
         arch = re.search(r"^\.target (\w+)", text, re.MULTILINE)
         assert arch, f"{file} names no target"
-        said = subprocess.run([ptxas(), "-v", f"-arch={arch[1]}", str(file), "-o", "/dev/null"],
-                              capture_output=True, text=True, check=True).stderr
+        told = file.with_suffix(".ptxas")  # by Mosaic's own assembler, for PTX that ours may be too old for
+        said = told.read_text() if told.exists() else subprocess.run(
+            [ptxas(), "-v", f"-arch={arch[1]}", str(file), "-o", "/dev/null"], capture_output=True, text=True,
+            check=True).stderr
         resources = {match[1]: match for match in _PTXAS.finditer(said)}
         ends = [start for start, _ in starts[1:]] + [len(text)]
         for (start, name), end in zip(starts, ends, strict=True):
@@ -287,11 +328,15 @@ def _kernel(name: str, body: str, resources: re.Match[str]) -> Kernel:
         return len(re.findall(pattern, body))
 
     shared = re.search(r"(\d+) bytes smem", resources[5])
+    threads = re.search(r"^\.(?:max|req)ntid ([\d, ]+)", body, re.MULTILINE)
+    # Mosaic's shared memory is sized at launch; it is as large as its highest address says.
+    addressed = [int(place) + 8 for place in re.findall(r"__dynamic_shmem__0\+(\d+)", body)]
     return Kernel(
         name=name,
         registers=int(resources[4]),
         spill_bytes=int(resources[2]) + int(resources[3]),
-        static_shared_bytes=int(shared[1]) if shared else 0,
+        threads=_product(",".join(threads[1].split(", "))) if threads else 0,
+        shared_bytes=max(addressed, default=int(shared[1]) if shared else 0),
         async_loads=count(r"cp\.async\.c[ga]\.shared\S*\.global[^;]*, *(?:0x10|16)\b"),
         narrow_async_loads=count(r"cp\.async\.ca\.shared\S*\.global[^;]*, *(?:0x[48]|[48])\b"),
         wide_loads=count(r"ld\.global\S*\.(?:v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)"),
@@ -301,6 +346,8 @@ def _kernel(name: str, body: str, resources: re.Match[str]) -> Kernel:
         mma=count(r"\bmma\.sync"),
         wgmma=count(r"wgmma\.mma_async|tcgen05\.mma"),
         wait_groups=tuple(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", body)),
+        tma_loads=count(r"cp\.async\.bulk\.tensor\S*\.global\.mbarrier"),
+        barriers=count(r"mbarrier\.init"),
     )
 
 
