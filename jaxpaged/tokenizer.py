@@ -18,6 +18,10 @@ from jaxpaged.errors import CheckpointError, ConfigError, RequestError, first_li
 from jaxpaged.stand_ins import StandIns, any_of
 from jaxpaged.token_bytes import find_byte_rule, find_max_token_chars
 
+# From here on characters and ids go through the library's calls for batches, which let other threads run meanwhile.
+# Short ones do not: after such a call the library warns users who fork their process.
+_LONG = 4096
+
 
 class Tokenizer:
     """A tokenizer and its chat template. All methods may be called from several threads at once.
@@ -66,7 +70,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Turn ids into text in one go; ids without a token count as nothing."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def is_special(self, token_id: int) -> bool:
         """Whether this is a special token, which `skip_special_tokens` hides."""
@@ -186,7 +193,10 @@ class Tokenizer:
 
     def _encode(self, backend: Backend, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         try:
-            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG:
+                return backend.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoded] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoded.ids
         except TypeError:
             if not isinstance(text, str):
                 raise

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxpaged.execution.step_input import pad_step
+from jaxpaged.execution.step_shape import SCORED_ROWS
 from jaxpaged.llm import LLM
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -74,6 +76,21 @@ def test_a_prompt_alone(llm: LLM) -> None:
         check(output, 2)
         choice = output.outputs[0]
         assert (choice.token_ids, choice.text, choice.finish_reason, choice.logprobs) == ((), "", "length", ())
+
+
+def test_short_prompts_are_computed_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of 64 rows for each would hold up the streams beside them."""
+    sizes: list[int] = []
+
+    def note(*args: Any, size: int, **more: Any) -> np.ndarray:
+        sizes.append(size)
+        return pad_step(*args, size=size, **more)
+
+    monkeypatch.setattr("jaxpaged.execution.model_runner.pad_step", note)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    for output in generate(llm, [random_prompt(3, seed) for seed in range(4)], [params] * 4):
+        check(output, 2)
+    assert 1 <= sizes.count(SCORED_ROWS) <= 2  # 12 tokens in steps of 7 or more
 
 
 def test_choices_and_other_parameters_beside_it(llm: LLM) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -429,6 +430,25 @@ def test_bound_on_characters_is_none_where_there_is_none(smollm2: Tokenizer) -> 
     assert SENTENCEPIECE.max_token_chars == len("<think>")
     assert wrap(byte_level_metadata("qwen2")).max_token_chars == 4 * len("<|end|>")
     assert wordpiece().max_token_chars is None
+
+
+@pytest.mark.parametrize("count", [4095, 4096, 200_000])
+def test_long_texts_are_read_as_short_ones_are(smollm2: Tokenizer, count: int) -> None:
+    """And other threads run meanwhile."""
+    text = ("naïve 你好 <|im_end|>\n" * count)[:count]
+    gaps = []
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(lambda: smollm2.decode(smollm2.encode(text) * 4, skip_special_tokens=False))
+        while not found.done():
+            began = time.perf_counter()
+            time.sleep(0.001)
+            gaps.append(time.perf_counter() - began)
+    assert found.result() == text * 4
+    assert smollm2.encode(text) == smollm2.backend.encode(text).ids
+    if count > 10_000:
+        assert len(gaps) > 10
+    with pytest.raises(RequestError, match="surrogates"):
+        smollm2.encode("x" * count + "\ud800")
 
 
 def test_many_threads_at_once(smollm2: Tokenizer) -> None:

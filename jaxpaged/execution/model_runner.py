@@ -1,7 +1,8 @@
 """Runs scheduled steps on the device; owns the weights, the pools and the slots' state there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.programs import ProgramSet
+from jaxpaged.execution.prompt_scores import HiddenRows, ScoredRows, is_scored, part_of, runs_of, wants_states
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import Params
@@ -23,42 +25,7 @@ from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_allocator import NULL_BLOCK
 from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler_output import PooledTokens, PromptLogprobs, ScheduledPiece, SchedulerOutput
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRows:
-    """Log probabilities, under way, of `count` prompt tokens behind the one at `start`."""
-
-    request: Request
-    start: int
-    count: int
-    logprobs: jax.Array
-
-    @property
-    def array(self) -> jax.Array:
-        return self.logprobs
-
-    def read(self) -> PromptLogprobs:
-        """Wait for them."""
-        rows, wanted = np.asarray(self.logprobs), self.request.message.params.prompt_logprobs or 0
-        return PromptLogprobs(self.request, self.start, [unpack_row(row, wanted) for row in rows[: self.count]])
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenRows:
-    """Hidden states [SCORED_ROWS, D], under way, of `count` prompt tokens from the one at `start` on."""
-
-    request: Request
-    start: int
-    count: int
-    array: jax.Array
-
-    def read(self) -> PooledTokens:
-        """Wait for them."""
-        rows = np.asarray(self.array, np.float64)[: self.count]
-        pooled = rows.sum(axis=0) if self.request.message.pooling == "mean" else rows[-1]
-        return PooledTokens(self.request, self.start, pooled.tolist())
+from jaxpaged.scheduling.scheduler_output import ScheduledPiece, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +53,6 @@ class StepInFlight:
         rows = np.asarray(self.logprobs)
         wanted = [piece.request.message.params.logprobs for piece in self.step.pieces if piece.samples]
         return [None if count is None else unpack_row(row, count) for count, row in zip(wanted, rows, strict=False)]
-
-
-def _is_scored(piece: ScheduledPiece) -> bool:
-    """Whether log probabilities of the piece's tokens are wanted, or an embedding, and have not been given."""
-    request = piece.request
-    if not request.scored:
-        return False
-    return request.message.pooling is not None or (
-        piece.start < request.num_prompt_tokens - 1 and len(request.token_ids) == request.num_prompt_tokens)
 
 
 def placed(params: Mapping[Any, Any], shapes: Params, placement: Placement) -> Params:
@@ -232,37 +190,42 @@ class ModelRunner:
         Of a piece that samples its last token is left: its keys and values are written a second time.
         """
         left: list[ScheduledPiece] = []
-        scored: list[ScoredRows | HiddenRows] = []
+        parts: list[ScheduledPiece] = []
         for piece in step.pieces:
-            if not _is_scored(piece):
+            if not is_scored(piece):
                 left.append(piece)
                 continue
-            for first in range(0, piece.num_tokens, SCORED_ROWS):
-                scored.append(self._score_rows(piece, first, min(SCORED_ROWS, piece.num_tokens - first)))
+            parts += [part_of(piece, first, min(SCORED_ROWS, piece.num_tokens - first), self._shape.block_size)
+                      for first in range(0, piece.num_tokens, SCORED_ROWS)]
             if piece.samples:
                 last = piece.num_tokens - 1
                 left.append(piece._replace(start=piece.start + last, token_ids=piece.token_ids[last:], num_tokens=1,
                                            blocks=()))
+        scored = [rows for together in runs_of(parts) for rows in self._score_rows(together)]
         return SchedulerOutput(tuple(left), sum(piece.num_tokens for piece in left)), scored
 
-    def _score_rows(self, piece: ScheduledPiece, first: int, count: int) -> ScoredRows | HiddenRows:
-        size, start = self._shape.block_size, piece.start + first
-        begun, end = -(-start // size) + piece.start // -size, -(-(start + count) // size) + piece.start // -size
-        part = piece._replace(start=start, token_ids=piece.token_ids[first : first + count], num_tokens=count,
-                              samples=False, blocks=piece.blocks[begun:end])
-        rows = pad_step(SchedulerOutput((part,), count), size=SCORED_ROWS, num_samples=0,
-                        null_slot=self._shape.max_num_seqs, block_size=size)
-        if piece.request.message.pooling is not None:
+    def _score_rows(self, parts: Sequence[ScheduledPiece]) -> Iterator[ScoredRows | HiddenRows]:
+        """Parts of several requests, SCORED_ROWS tokens at most, in one program."""
+        places = list(accumulate((part.num_tokens for part in parts), initial=0))
+        rows = pad_step(SchedulerOutput(tuple(parts), places[-1]), size=SCORED_ROWS, num_samples=0,
+                        null_slot=self._shape.max_num_seqs, block_size=self._shape.block_size)
+        if wants_states(parts[0]):
             self._pools, self._block_table, states = self._programs.get(("hidden", SCORED_ROWS))(
                 self._params, self._pools, self._block_table, rows)
-            return HiddenRows(piece.request, start, count, states)
+            for place, part in zip(places, parts, strict=False):
+                yield HiddenRows(part.request, part.start, part.num_tokens, states, place)
+            return
         targets = np.zeros(SCORED_ROWS, np.int32)
-        wanted = piece.request.token_ids[start + 1 : start + count + 1]
-        targets[: len(wanted)] = wanted
+        counts = []
+        for place, part in zip(places, parts, strict=False):
+            wanted = part.request.token_ids[part.start + 1 : part.start + part.num_tokens + 1]
+            targets[place : place + len(wanted)] = wanted
+            counts.append(len(wanted))
         self._pools, self._block_table, logprobs = self._programs.get(("prompt_logprobs", SCORED_ROWS))(
             self._params, self._pools, self._block_table, np.concatenate([rows, targets])
         )
-        return ScoredRows(piece.request, start, len(wanted), logprobs)
+        for place, part, count in zip(places, parts, counts, strict=False):
+            yield ScoredRows(part.request, part.start, count, logprobs, place)
 
     def _admit_processors(self, request: Request, slot: int) -> None:
         length = request.num_prompt_tokens

@@ -1,0 +1,90 @@
+"""What some requests want of their prompts beside keys and values: log probabilities, or hidden states to embed."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxpaged.execution.logprobs import unpack_row
+from jaxpaged.execution.step_shape import SCORED_ROWS
+from jaxpaged.scheduling.request import Request
+from jaxpaged.scheduling.scheduler_output import PooledTokens, PromptLogprobs, ScheduledPiece
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Log probabilities, under way, of `count` prompt tokens behind the one at `start`.
+
+    Attributes:
+        array: [SCORED_ROWS, ...] of several requests; these begin at `row`.
+    """
+
+    request: Request
+    start: int
+    count: int
+    array: jax.Array
+    row: int
+
+    def read(self) -> PromptLogprobs:
+        """Wait for them."""
+        rows = np.asarray(self.array)[self.row : self.row + self.count]
+        wanted = self.request.message.params.prompt_logprobs or 0
+        return PromptLogprobs(self.request, self.start, [unpack_row(row, wanted) for row in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Hidden states, under way, of `count` prompt tokens from the one at `start` on.
+
+    Attributes:
+        array: [SCORED_ROWS, D] of several requests; these begin at `row`.
+    """
+
+    request: Request
+    start: int
+    count: int
+    array: jax.Array
+    row: int
+
+    def read(self) -> PooledTokens:
+        """Wait for them."""
+        rows = np.asarray(self.array)[self.row : self.row + self.count].astype(np.float64)
+        pooled = rows.sum(axis=0) if self.request.message.pooling == "mean" else rows[-1]
+        return PooledTokens(self.request, self.start, pooled.tolist())
+
+
+def is_scored(piece: ScheduledPiece) -> bool:
+    """Whether log probabilities of the piece's tokens are wanted, or an embedding, and have not been given."""
+    request = piece.request
+    if not request.scored:
+        return False
+    return wants_states(piece) or (
+        piece.start < request.num_prompt_tokens - 1 and len(request.token_ids) == request.num_prompt_tokens)
+
+
+def wants_states(piece: ScheduledPiece) -> bool:
+    """Whether it is for an embedding."""
+    return piece.request.message.pooling is not None
+
+
+def part_of(piece: ScheduledPiece, first: int, count: int, block_size: int) -> ScheduledPiece:
+    """`count` tokens of a piece from its `first` on, and the blocks that begin with them; none of them is sampled."""
+    start = piece.start + first
+    begun, end = (-(-place // block_size) + piece.start // -block_size for place in (start, start + count))
+    return piece._replace(start=start, token_ids=piece.token_ids[first : first + count], num_tokens=count,
+                          samples=False, blocks=piece.blocks[begun:end])
+
+
+def runs_of(parts: Iterable[ScheduledPiece]) -> Iterator[list[ScheduledPiece]]:
+    """Neighbours of one kind that fit into SCORED_ROWS together."""
+    run: list[ScheduledPiece] = []
+    room = SCORED_ROWS
+    for part in parts:
+        if run and (part.num_tokens > room or wants_states(part) != wants_states(run[0])):
+            yield run
+            run, room = [], SCORED_ROWS
+        run.append(part)
+        room -= part.num_tokens
+    if run:
+        yield run
