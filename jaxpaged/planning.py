@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logprobs import NUM_TOP
 from jaxpaged.execution.memory_plan import MemoryPlan, plan_memory, refusal, temporary_bound
@@ -39,6 +39,7 @@ Report = Callable[[str], None]
 # Temporaries are reused from layer to layer: a model of so many layers takes as much as the whole one.
 TRIAL_LAYERS = 2
 TRIAL_BLOCKS = 64
+DTYPES = ("float32", "bfloat16", "float16")
 MOST_USABLE_SHARE = 0.97  # of a GPU's memory: its driver keeps some
 
 
@@ -121,9 +122,16 @@ def temporaries_by_bound(plan: EnginePlan, model: ModelConfig, tokens: int | Non
 
 
 def model_dtype(wanted: str, model: ModelConfig, platform: str) -> jnp.dtype:
-    """Dtype of weights and activations."""
+    """Dtype of weights and activations.
+
+    Raises:
+        CheckpointError: the checkpoint's is wanted, and it is none that a model runs in.
+    """
     if wanted == "auto":
         wanted = "float32" if platform == "cpu" else model.checkpoint_dtype
+    if wanted not in DTYPES:
+        raise CheckpointError(f"config.json: no model runs in the dtype {wanted}; name one of {', '.join(DTYPES)} with "
+                              "--dtype")
     return jnp.dtype(wanted)
 
 

@@ -28,6 +28,7 @@ from jaxpaged.loading.orbax import OrbaxCheckpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.messages import EngineInfo
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.hf_config import eos_ids
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.mosaic_check import settle_gpu_attention
@@ -190,7 +191,7 @@ def _plan_programs(
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
     checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir))
     found = model_of(config, checkpoint.config, device.platform)
-    eos = found.config.eos_token_ids + _ids(checkpoint.generation_config.get("eos_token_id"))
+    eos = found.config.eos_token_ids + eos_ids(checkpoint.generation_config, "generation_config.json")
     return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
                    load=partial(_load, checkpoint, find_family(checkpoint.config), found.dtype))
 
@@ -258,13 +259,6 @@ def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs:
 def _settle(pool: jax.Array) -> None:
     for shard in jax.block_until_ready(pool).addressable_shards:
         move_zeros_to_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise CheckpointError("generation_config.json: eos_token_id must be an integer or a list of integers")
-    return tuple(items)
 
 
 def _enable_compilation_cache() -> None:

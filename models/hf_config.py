@@ -32,7 +32,6 @@ def common_config(hf: dict[str, Any], **changes: Any) -> ModelConfig:
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModelError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
-    eos = hf.get("eos_token_id")
     bias = bool(hf.get("attention_bias", False))
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],
@@ -44,22 +43,35 @@ def common_config(hf: dict[str, Any], **changes: Any) -> ModelConfig:
         "mlp_dim": _size(hf, "intermediate_size"),
         "vocab_size": _size(hf, "vocab_size"),
         "max_model_len": _context(hf),
-        "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "norm_eps": _number(hf, "rms_norm_eps", 1e-6),
         "rope": rope_config(hf),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "attention_bias": bias,
         "attention_output_bias": bias,
         "mlp_bias": bool(hf.get("mlp_bias", False)),
-        "eos_token_ids": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+        "eos_token_ids": eos_ids(hf, "config.json"),
         "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
     }
     return ModelConfig(**(fields | changes))
 
 
+def eos_ids(config: dict[str, Any], file: str) -> tuple[int, ...]:
+    """The ids that end a text, by a config.json or generation_config.json; negative ones stand for none.
+
+    Raises:
+        CheckpointError: `eos_token_id` is neither an id nor a list of them.
+    """
+    value = config.get("eos_token_id")
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise CheckpointError(f"{file}: eos_token_id must be an integer or a list of integers")
+    return tuple(item for item in items if item >= 0)
+
+
 def rope_config(hf: dict[str, Any]) -> RopeConfig:
     """Rotary settings in their old form (rope_theta, rope_scaling) or the new one (rope_parameters)."""
     table = _rope_table(hf)
-    theta = float(table.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    theta = _number(table if table.get("rope_theta") else hf, "rope_theta", 10000.0)
     kind = _rope_kind(table)
     if kind not in _ROPE_NUMBERS:
         raise UnsupportedModelError(f"config.json: rotary scaling {kind!r} is not supported; "
@@ -68,6 +80,8 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
         if kind == "yarn":
             table = _yarn_numbers(hf, table)
         scaling = tuple((name, float(table[name])) for name in _ROPE_NUMBERS[kind])
+        if not all(math.isfinite(value) for _, value in scaling):
+            raise ValueError
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: rotary scaling {kind!r} needs the numbers "
                               f"{', '.join(_ROPE_NUMBERS[kind])}") from error
@@ -96,7 +110,9 @@ def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
 
 
 def _rope_table(hf: dict[str, Any]) -> dict[str, Any]:
-    table: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(table, dict):
+        raise CheckpointError("config.json: rope_parameters, or rope_scaling, must be an object")
     return table
 
 
@@ -128,6 +144,13 @@ def _context(hf: dict[str, Any]) -> int:
         return given
     scaling = dict(rope_config(hf).scaling)
     return max(given, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+
+
+def _number(hf: dict[str, Any], name: str, default: float) -> float:
+    value = default if hf.get(name) is None else hf[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
+    return float(value)
 
 
 def _size(hf: dict[str, Any], name: str, default: int | None = None) -> int:

@@ -12,6 +12,8 @@ from flax import nnx
 from transformers import LlamaConfig
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.attention import make_metadata
@@ -19,6 +21,7 @@ from jaxpaged.models.hf_config import common_config
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels.kv_pages import KVPages
+from jaxpaged.startup import model_of
 from tests.sameness import compare_ids, num_decided
 from tests.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
 
@@ -182,3 +185,18 @@ def test_a_sparse_config_means_what_it_means_to_transformers(more: dict[str, Any
 
 def test_the_default_epsilon_is_that_of_transformers() -> None:
     assert common_config(SPARSE).norm_eps == LlamaConfig(**SPARSE).rms_norm_eps
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("rms_norm_eps", "small"), ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")), ("rope_theta", [1]),
+    ("rope_parameters", "linear"), ("rope_scaling", [8]), ("rope_scaling", {"rope_type": "linear", "factor": "x"}),
+    ("rope_scaling", {"rope_type": "yarn", "factor": float("nan")}), ("eos_token_id", "</s>"), ("eos_token_id", [1.5]),
+    ("dtype", "float7"), ("dtype", "float64"), ("num_hidden_layers", 0), ("hidden_size", "64"),
+])
+def test_a_damaged_config_is_an_error_that_names_the_key(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key.replace("rope_", "rope_|rotary ")):
+        model_of(EngineConfig(), CONFIG | {key: value}, "cuda")
+
+
+def test_a_negative_end_id_stands_for_none() -> None:
+    assert common_config(CONFIG | {"eos_token_id": [5, -1]}).eos_token_ids == (5,)
