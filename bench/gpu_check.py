@@ -27,11 +27,12 @@ from bench.gpu_checks.device import check_device
 from bench.gpu_checks.engine import check_engine
 from bench.gpu_checks.kernels import check_kernels
 from bench.gpu_checks.load import check_aot
+from bench.gpu_checks.mosaic import check_mosaic
 from bench.gpu_checks.report import Report
 from bench.gpu_checks.torch_attention import check_torch
 
 # Seconds that each section may take, in the order in which they run; and all of them together.
-LIMITS = {"device": 40, "kernels": 90, "decode": 70, "prefill": 40, "engine": 160, "aot": 60, "torch": 50}
+LIMITS = {"device": 40, "kernels": 90, "decode": 70, "prefill": 40, "engine": 160, "mosaic": 40, "aot": 60, "torch": 50}
 TOTAL = 350
 # Interpreted kernels take longer to compile than to run.
 SMOKE_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -50,7 +51,7 @@ def starts_cuda(report: Report, section: str) -> bool:
 
 
 CHECKS = {"device": check_device, "kernels": check_kernels, "decode": check_decode, "prefill": check_prefill,
-          "engine": check_engine, "aot": check_aot, "torch": check_torch}
+          "engine": check_engine, "mosaic": check_mosaic, "aot": check_aot, "torch": check_torch}
 
 
 def run_section(name: str, seconds: float, smoke: bool) -> list[dict[str, Any]]:

@@ -20,8 +20,10 @@ def test_every_section_finds_something(tmp_path: Path) -> None:
     table = run("--smoke", "--json", str(file)).split("\n\n")[-1]
     lines = json.loads(file.read_text())
     assert not [line for line in lines if "error" in line or line.get("ok") is False], lines
-    assert {line["section"] for line in lines} == {"device", "kernels", "decode", "prefill", "engine", "aot", "torch"}
-    assert {"attention, mixed", "sampler", "load and run", "engine, 4 requests"} <= {line["name"] for line in lines}
+    assert {line["section"] for line in lines} == {
+        "device", "kernels", "decode", "prefill", "engine", "mosaic", "aot", "torch"}
+    assert {"attention, mixed", "sampler", "load and run", "engine, 4 requests", "attention by Mosaic, decode"} <= {
+        line["name"] for line in lines}
     assert len(table.splitlines()) == len(lines) and all(len(line) < 175 for line in table.splitlines())
 
 

@@ -2,11 +2,33 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from bench.gpu_checks.attention import Step, attention
 from bench.gpu_checks.report import HEAD_DIM, HEADS, PAGE, Report, gpu_target, median_seconds
+
+DECODE = [(1 + 97 * row % 1500, 1) for row in range(24)]
+
+
+def compare(pieces: list[tuple[int, int]], limit: float, target: Any, rule: Any = None, bias: Any = None,
+            **sizes: Any) -> dict[str, Any]:
+    """Attention over a step of these pieces beside its plain specification; `sizes` are `Step.make`'s."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxpaged.pallas_kernels import reference
+    from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
+
+    step = Step.make(pieces, **sizes)
+    rule = rule or AttentionRule(step.q.shape[2] ** -0.5)
+    found = np.asarray(attention(step, target, rule=rule, bias=bias)(), np.float32)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, step.pages)
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(functools.partial(reference.paged_attention, rule=rule, bias=bias or HeadBias()))(
+            step.q.astype(jnp.float32), wide, step.table, step.slot, step.position)
+    off = float(np.abs(found - np.asarray(wanted)).max())
+    return {"off_by": off, "ok": off < limit}
 
 
 def check_kernels(report: Report) -> None:
@@ -23,41 +45,29 @@ def check_kernels(report: Report) -> None:
     target = gpu_target(report.smoke)
     mixed = [(5, 1), (17, 17), (33, 1)] if report.smoke else \
         [(1, 1), (15, 1), (16, 1), (17, 1), (700, 1), (1100, 1), (64, 64), (300, 70), (129, 40)]
-    decode = [(1 + 97 * row % 1500, 1) for row in range(24)]
 
-    def compare(pieces: list[tuple[int, int]], limit: float, rule: Any = None, bias: Any = None, *,
-                target: Any = target, **sizes: Any) -> dict[str, Any]:
-        step = Step.make(pieces, **sizes)
-        rule = rule or AttentionRule(step.q.shape[2] ** -0.5)
-        found = np.asarray(attention(step, target, rule=rule, bias=bias)(), np.float32)
-        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, step.pages)
-        with jax.default_matmul_precision("highest"):
-            wanted = jax.jit(functools.partial(reference.paged_attention, rule=rule, bias=bias or HeadBias()))(
-                step.q.astype(jnp.float32), wide, step.table, step.slot, step.position)
-        off = float(np.abs(found - np.asarray(wanted)).max())
-        return {"off_by": off, "ok": off < limit}
+    def check(pieces: list[tuple[int, int]], limit: float, rule: Any = None, bias: Any = None, **sizes: Any) -> Any:
+        return compare(pieces, limit, target, rule, bias, **sizes)
 
     small: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64} if report.smoke else {}
-    cases: dict[str, Callable[[], dict[str, Any]]] = {"mixed": lambda: compare(mixed, 0.03, **small)}
+    cases: dict[str, Callable[[], dict[str, Any]]] = {"mixed": lambda: check(mixed, 0.03, **small)}
     if not report.smoke:
         rule = AttentionRule(HEAD_DIM**-0.5, window=100, softcap=20.0)
         bias = HeadBias(jnp.asarray(alibi_slopes(HEADS)), jnp.linspace(-1, 1, HEADS))
         cases |= {
-            "decode": lambda: compare(decode, 0.03),
-            "int8 pages": lambda: compare(mixed, 0.05, dtype="int8"),
-            "window, soft cap": lambda: compare(mixed, 0.03, rule),
-            "ALiBi, sinks": lambda: compare(mixed, 0.03, None, bias),
-            "float16": lambda: compare(mixed, 0.01, dtype="float16"),
-            "float32": lambda: compare(mixed, 0.001, dtype="float32"),
-            "group 7, head 64": lambda: compare(mixed, 0.03, heads=28, kv_heads=4, head_dim=64),
-            "group 9, head 96, pages of 64": lambda: compare(mixed, 0.03, heads=18, kv_heads=2, head_dim=96, page=64),
-            "head 256": lambda: compare(mixed, 0.03, heads=16, kv_heads=8, head_dim=256),
-            "head 80": lambda: compare(decode, 0.03, heads=8, kv_heads=8, head_dim=80),
+            "decode": lambda: check(DECODE, 0.03),
+            "int8 pages": lambda: check(mixed, 0.05, dtype="int8"),
+            "window, soft cap": lambda: check(mixed, 0.03, rule),
+            "ALiBi, sinks": lambda: check(mixed, 0.03, None, bias),
+            "float16": lambda: check(mixed, 0.01, dtype="float16"),
+            "float32": lambda: check(mixed, 0.001, dtype="float32"),
+            "group 7, head 64": lambda: check(mixed, 0.03, heads=28, kv_heads=4, head_dim=64),
+            "group 9, head 96, pages of 64": lambda: check(mixed, 0.03, heads=18, kv_heads=2, head_dim=96, page=64),
+            "head 256": lambda: check(mixed, 0.03, heads=16, kv_heads=8, head_dim=256),
+            "head 80": lambda: check(DECODE, 0.03, heads=8, kv_heads=8, head_dim=80),
         }
         if target.has_fp8:
-            cases["fp8 pages"] = lambda: compare(mixed, 0.15, dtype="float8_e4m3fn")
-        if target.has_mosaic:
-            cases["decode by Mosaic"] = lambda: compare(decode, 0.03, target=replace(target, mosaic=True))
+            cases["fp8 pages"] = lambda: check(mixed, 0.15, dtype="float8_e4m3fn")
 
     def rotary(dtype: str) -> dict[str, Any]:
         tokens = 8 if report.smoke else 200

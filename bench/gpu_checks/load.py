@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from bench.bench_aot import MODELS, ROOT, engine_programs
-from bench.gpu_checks.report import Report
+from bench.gpu_checks.report import Report, gpu_target
 
 
-def small_programs(devices: Any, platform: str) -> tuple[Any, Any]:
-    """The engine's programs for a small model's first two layers, and its plan."""
+def small_programs(devices: Any, platform: str, lowering: str) -> tuple[Any, Any]:
+    """The engine's programs for a small model's first two layers, and its plan; attention by this lowering."""
     from jaxpaged.execution.devices import DeviceInfo
 
     hf = MODELS["smollm2-135m"] | {"max_position_embeddings": 512}
     return engine_programs(hf, DeviceInfo(platform, "", 2**34, tuple(devices)), 2, max_num_seqs=8,
-                           max_num_batched_tokens=64, num_gpu_blocks_override=64)
+                           max_num_batched_tokens=64, num_gpu_blocks_override=64, gpu_attention=lowering)
 
 
 PROGRAM = ("forward", 8)
 
 
-def compile_without_device(gpu: str, file: str) -> None:
+def compile_without_device(gpu: str, lowering: str, file: str) -> None:
     """In a process that sees no GPU: compile a program for `gpu` ("cpu" is itself) and pickle the executable."""
     import jax
     from jax.experimental.serialize_executable import serialize
@@ -36,17 +36,14 @@ def compile_without_device(gpu: str, file: str) -> None:
 
     platform = "cpu" if gpu == "cpu" else "cuda"
     devices = jax.devices("cpu")[:1] if gpu == "cpu" else aot.compile_only_devices(find_gpu(gpu))
-    programs, _ = small_programs(devices, platform)
+    programs, _ = small_programs(devices, platform, lowering)
     compiled = programs.lower(PROGRAM).compile(compiler_options=COMPILER_OPTIONS[platform])
     Path(file).write_bytes(pickle.dumps(serialize(compiled)))
 
 
 def check_aot(report: Report) -> None:
-    """Load and run what a process without a GPU has compiled, and compare with what is compiled here."""
+    """Programs that a process without a GPU has compiled; those that hold a kernel by Mosaic GPU last."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental.serialize_executable import deserialize_and_load
 
     from jaxpaged.execution.gpu_targets import GPUS
 
@@ -57,19 +54,32 @@ def check_aot(report: Report) -> None:
     if not name:
         report.put("compile without GPU", skipped=f"{device.device_kind} is not in the table of GPUs")
         return
+    check_loading(report, device, platform, name, "triton" if platform == "cuda" else "auto")
+    if not report.smoke and gpu_target(report.smoke).has_mosaic and report.deadline - time.monotonic() > 25:
+        check_loading(report, device, platform, name, "mosaic")
+
+
+def check_loading(report: Report, device: Any, platform: str, name: str, lowering: str) -> None:
+    """Load and run what a process without a GPU has compiled for `name`, and compare with what is compiled here."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    by = " by Mosaic" if lowering == "mosaic" else ""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "program")
-        code = f"from bench.gpu_checks import load; load.compile_without_device({name!r}, {str(file)!r})"
+        code = f"from bench.gpu_checks import load; load.compile_without_device({name!r}, {lowering!r}, {str(file)!r})"
         hidden = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT),
                   "JAX_ENABLE_COMPILATION_CACHE": "false"}
         begin = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", code], env=hidden, capture_output=True, text=True, timeout=120)
         if done.returncode:
-            report.put("compile without GPU", error=(done.stderr.strip().splitlines() or ["died"])[-1][:300])
+            report.put(f"compile without GPU{by}", error=(done.stderr.strip().splitlines() or ["died"])[-1][:300])
             return
-        report.put("compile without GPU", seconds=time.perf_counter() - begin, bytes=file.stat().st_size)
+        report.put(f"compile without GPU{by}", seconds=time.perf_counter() - begin, bytes=file.stat().st_size)
         payload = pickle.loads(file.read_bytes())
-    programs, _ = small_programs([device], platform)
+    programs, _ = small_programs([device], platform, lowering)
 
     def arguments() -> Any:
         """Small random weights and pools, and zeros: every row is token 0 at position 0 of slot 0."""
@@ -87,4 +97,4 @@ def check_aot(report: Report) -> None:
         off = float(np.abs(found - wanted).max())
         return {"load_seconds": seconds, "off_by": off, "ok": off < 0.05}
 
-    report.run("load and run", load_and_compare)
+    report.run(f"load and run{by}", load_and_compare)
