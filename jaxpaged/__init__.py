@@ -3,8 +3,12 @@
 Names are imported on first use, so that `import jaxpaged` alone does not load JAX.
 """
 
+import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from jaxpaged.quiet_start import without_cuda_notices
 
 if TYPE_CHECKING:
     from jaxpaged.async_llm import AsyncLLM
@@ -28,7 +32,9 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"jaxpaged.{_HOME[name]}"), name)
+        loads_jax = _HOME[name] in ("llm", "async_llm") and "jax" not in sys.modules
+        with without_cuda_notices() if loads_jax else nullcontext():
+            return getattr(import_module(f"jaxpaged.{_HOME[name]}"), name)
     raise AttributeError(f"module 'jaxpaged' has no attribute {name!r}")
 
 

@@ -17,6 +17,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 _CHUNK_END = "}]}\n\n"
+_CHOICES = ',"choices":'
 
 
 class AnswerShape:
@@ -27,7 +28,7 @@ class AnswerShape:
         answer_id: `id` of the answer and of all its chunks.
         created: seconds since 1970.
         num_choices: over all prompts.
-        token_ids: whether choices carry their token ids.
+        token_ids: whether choices carry their token ids, and the prompt's: in a chat the answer itself has these.
         logprobs: how to write log probabilities, where they were asked for.
         prompt_logprobs: whether whole answers carry those of the prompts.
     """
@@ -42,19 +43,17 @@ class AnswerShape:
                                     for name in kind)
         head = json.dumps(self._chunk, ensure_ascii=False, separators=(",", ":"))[:-1]
         before = '"delta":{"content":' if chat else '"text":'
-        self._before = [f'data: {head},"choices":[{{"index":{index},{before}' for index in range(num_choices)]
+        self._before = [f'data: {head}{_CHOICES}[{{"index":{index},{before}' for index in range(num_choices)]
         self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":null'
 
     def first_chunk(self, index: int, prompt_token_ids: tuple[int, ...]) -> str:
         """What opens a choice in a stream: the role in chat, nothing in a text completion unless ids are wanted."""
         ids = f',"prompt_token_ids":{json.dumps(prompt_token_ids)}' if self._token_ids else ""
+        before = self._before[index]
         if self._chat:
-            before = self._before[index].removesuffix('"content":') + '"role":"assistant","content":'
-        elif ids:
-            before = self._before[index]
-        else:
-            return ""
-        return f'{before}""{self._after}{ids}{_CHUNK_END}'
+            before = before.removesuffix('"content":') + '"role":"assistant","content":'
+            return f'{before.replace(_CHOICES, ids + _CHOICES, 1)}""{self._after}{_CHUNK_END}'
+        return f'{before}""{self._after}{ids}{_CHUNK_END}' if ids else ""
 
     def text_chunk(self, index: int, choice: CompletionOutput) -> str:
         """New text of one choice; empty where there is nothing to tell."""
@@ -119,12 +118,17 @@ class AnswerShape:
                 logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
                 item |= {"logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stop_reason}
                 if self._token_ids:
-                    item |= {"token_ids": choice.token_ids, "prompt_token_ids": output.prompt_token_ids}
+                    item["token_ids"] = choice.token_ids
+                if self._token_ids and not self._chat:
+                    item["prompt_token_ids"] = output.prompt_token_ids
                 if self._prompt_logprobs and not self._chat:
                     item["prompt_logprobs"] = prompt_entries(output.prompt_logprobs)
                 choices.append(item)
-        more = {"prompt_logprobs": prompt_entries(outputs[0].prompt_logprobs)} \
-            if self._prompt_logprobs and self._chat else {}
+        more: dict[str, Any] = {}
+        if self._chat and self._prompt_logprobs:
+            more["prompt_logprobs"] = prompt_entries(outputs[0].prompt_logprobs)
+        if self._chat and self._token_ids:
+            more["prompt_token_ids"] = outputs[0].prompt_token_ids
         return to_json({**self._whole, "choices": choices, "usage": totals, **more})
 
 

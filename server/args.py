@@ -59,6 +59,8 @@ class ServerConfig:
                                   metavar="SECONDS")
     body_timeout: float = _flag(60.0, "seconds that a client gets to send a request's body", metavar="SECONDS")
     keep_alive_timeout: int = _flag(65, "seconds that an idle connection stays open", metavar="SECONDS")
+    stream_keep_alive: float = _flag(15.0, "seconds without news after which a stream gets a comment, so that neither "
+                                     "clients nor proxies give up on a long prompt; 0 for none", metavar="SECONDS")
     uvicorn_log_level: str = _flag("info", "log level of the HTTP server",
                                    choices=("critical", "error", "warning", "info", "debug", "trace"))
     disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
@@ -91,8 +93,9 @@ class ServerConfig:
                 raise ConfigError(f"{spelling(name)}: there is no file {path}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError("--root-path must begin with a slash and not end with one")
-        if not self.shutdown_timeout >= 0:
-            raise ConfigError(f"--shutdown-timeout must be at least 0 seconds, not {self.shutdown_timeout}")
+        for name in ("shutdown_timeout", "stream_keep_alive"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{spelling(name)} must be at least 0 seconds, not {getattr(self, name)}")
         for name in ("engine_timeout", "body_timeout", "keep_alive_timeout", "chat_template_timeout",
                      "structured_outputs_timeout"):
             if not getattr(self, name) > 0:

@@ -8,26 +8,17 @@ import pickle
 import queue
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import JaxpagedError, RequestError
+from jaxpaged.server.child_process import start_child
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
-_CHILD = """\
-import sys
-from multiprocessing.connection import Connection
-pipe = Connection(int(sys.argv[1]))
-sys.path[:] = pipe.recv()
-from jaxpaged.server.bounded_process import run_child
-run_child(pipe)
-"""
 
 
 class CutOffError(JaxpagedError):
@@ -102,17 +93,7 @@ class _Child:
     def __init__(self, name: str, parts: object) -> None:
         self.good = True
         self._ready = False
-        self._pipe, child = Pipe()
-        try:
-            self._process = subprocess.Popen([sys.executable, "-c", _CHILD, str(child.fileno()), f"jaxpaged-{name}"],
-                                             stdin=subprocess.DEVNULL, pass_fds=[child.fileno()])
-        finally:
-            child.close()
-        try:
-            self._pipe.send(sys.path)
-            self._pipe.send(parts)
-        except OSError:
-            self.good = False
+        self._process, self._pipe = start_child(__name__, name, parts)
 
     def ask(self, job: object, timeout: float) -> Any:
         """What the child says, within `timeout` seconds once it is ready."""

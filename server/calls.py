@@ -1,5 +1,6 @@
 """One call's outputs on their way from the engine into an answer."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxpaged.server.output_stream import OutputStream, RequestFailedError, Stre
 from jaxpaged.server.responses import json_response, server_error
 
 _DONE = "data: [DONE]\n\n"
+_KEEP_ALIVE = ": keep-alive\n\n"  # a comment: readers of events pass over it
 MakeReader = Callable[[ProcessedRequest], ChoiceReader]
 
 
@@ -56,10 +58,12 @@ class Call:
             return json_response(self._shape.whole(outputs, self._usage(), messages))
         return json_response(self._shape.whole(outputs, self._usage()))
 
-    async def events(self, include_usage: bool, continuous_usage: bool = False) -> AsyncIterator[str]:
+    async def events(self, keep_alive: float | None, include_usage: bool,
+                     continuous_usage: bool = False) -> AsyncIterator[str]:
         """The answer as server-sent events, some at a time; an error after the first is an event as well.
 
         Args:
+            keep_alive: seconds without an event after which a comment says that the answer goes on.
             include_usage: end with a chunk of the usage.
             continuous_usage: tell the usage so far in every chunk.
         """
@@ -68,7 +72,13 @@ class Call:
             unfinished = len(self._requests)
             while unfinished:
                 events: list[str] = []
-                for output in await self._stream.get():
+                try:
+                    async with asyncio.timeout(keep_alive):
+                        outputs = await self._stream.get()
+                except TimeoutError:
+                    yield _KEEP_ALIVE
+                    continue
+                for output in outputs:
                     self._add_events(events, output, opened)
                     unfinished -= output.finished
                 if continuous_usage:

@@ -12,29 +12,20 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.messages import EngineFailure
+from jaxpaged.quiet_start import without_cuda_notices
+from jaxpaged.server.child_process import start_child
 from jaxpaged.server.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
-
-# Not multiprocessing.Process: that would run the user's main module again and start a helper process of its own.
-_CHILD = """\
-import sys
-from multiprocessing.connection import Connection
-pipe = Connection(int(sys.argv[1]))
-sys.path[:] = pipe.recv()
-from jaxpaged.server.engine_process import run_child
-sys.exit(run_child(pipe))
-"""
 
 HEARTBEAT_SECONDS = 1.0
 _MOST_REASON_CHARS = 200
@@ -49,18 +40,7 @@ class EngineProcess:
     """The parent's hold on the child. `pipe` yields the child's messages; EOFError means that it is gone."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.pipe, child = Pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, str(child.fileno()), "jaxpaged-engine"],
-                stdin=subprocess.DEVNULL, pass_fds=[child.fileno()])
-        finally:
-            child.close()
-        try:
-            self.pipe.send(sys.path)
-            self.pipe.send(config)
-        except OSError:
-            pass  # it is gone already; whoever reads the pipe learns of it
+        self._process, self.pipe = start_child(__name__, "engine", config)
 
     @property
     def pid(self) -> int:
@@ -101,8 +81,9 @@ def run_child(pipe: Connection) -> int:
     # Started before the slow imports, so that a parent that goes away takes a loading child with it.
     threading.Thread(target=_read, args=(pipe, inbox), name="reader", daemon=True).start()
     try:
-        from jaxpaged.engine import Engine
-        from jaxpaged.engine_loop import run_engine_loop
+        with without_cuda_notices():
+            from jaxpaged.engine import Engine
+            from jaxpaged.engine_loop import run_engine_loop
 
         engine = Engine(config, logger.info)
         # What the start has made stays: the collector need not walk through it again, a tenth of a second in which no
@@ -116,7 +97,7 @@ def run_child(pipe: Connection) -> int:
         _send(pipe, EngineFailure(str(error)))
         return 1
     except Exception as error:
-        # Clients read this too: a line, while the log has it all.
+        # Whatever it was, the parent answers every client with it: a line, while the log has it all.
         reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
         _send(pipe, EngineFailure(f"the engine failed with {type(error).__name__}: {reason}"))
         logger.exception("the engine failed")

@@ -32,7 +32,7 @@ from jaxpaged.server.template_process import TemplateProcesses
 from jaxpaged.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from jaxpaged.server.app import Api
+    from jaxpaged.server.api import Api
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class _Server:
         try:
             await self._start()
             await self._serve()
-        except BaseException:
+        except BaseException:  # an interrupt, too, must not leave the engine's process behind; `serve` tells the reason
             if self._client is not None:
                 self._client.kill()
             raise
@@ -103,7 +103,7 @@ class _Server:
         self._client = EngineClient(dataclasses.replace(config, model=str(path)), timeout=self._config.engine_timeout,
                                     on_death=self._on_engine_death)
         # The web framework is slow to import: the engine process begins before that.
-        from jaxpaged.server.app import TOKENISE_THREADS, Api
+        from jaxpaged.server.api import TOKENISE_THREADS, Api
 
         loading = asyncio.to_thread(load_tokenizer, source, chat_template=config.chat_template)
         tokenizer, info = await asyncio.gather(loading, self._client.ready())

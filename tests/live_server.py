@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 import httpx
+import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save_file
@@ -89,6 +90,10 @@ class LiveServer:
             assert time.monotonic() - start < timeout, f"not within {timeout} s; log:\n{self.log}"
             time.sleep(0.02)
         return time.monotonic() - start
+
+    def client(self, timeout: float = 120) -> openai.OpenAI:
+        """OpenAI's client for it, which does not try again."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="EMPTY", max_retries=0, timeout=timeout)
 
     def metrics(self) -> dict[str, float]:
         """Sample name, with the finish reason if there is one, to value."""

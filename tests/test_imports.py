@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("jaxpaged", "models", "server", "pallas_kernels")
 
-TOP = ("errors", "config", "flags", "limits", "sampling_params", "outputs", "messages")
+TOP = ("errors", "config", "flags", "limits", "quiet_start", "sampling_params", "outputs", "messages")
 HTTP_SIDE = ("bounded_cache", "tokenizer", "token_bytes", "gguf_tokenizer", "stand_ins", "chat_template",
              "conversation", "input_processor", "output_processor", "detokenizer", "beam_search", "embeddings",
              "metrics", "structured_outputs", "loading.host_memory", "loading.hub", "loading.json_files")

@@ -100,6 +100,7 @@ def test_engine_flags(argv: list[str], name: str, value: object) -> None:
     (["--max-request-bytes", "1"], "--max-request-bytes must be an integer of at least 1024"),
     (["--max-logit-bias", "1025"], "--max-logit-bias must be an integer from 0 to 1024"),
     (["--max-n", "0"], "--max-n"),
+    (["--stream-keep-alive", "-1"], "--stream-keep-alive"),
     (["--body-timeout", "0"], "--body-timeout"),
     (["--max-model-len", "0"], "max_model_len"),
     (["--tool-call-parser", "hermez"], "'hermes'"),

@@ -225,12 +225,18 @@ def test_first_last_and_usage_chunks() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_token_ids_on_request(chat: bool) -> None:
+    """As in vLLM, the prompt's belong to a chat as a whole, and to each choice of a completion."""
     wanted = shape(chat, token_ids=True)
-    assert events(wanted.first_chunk(1, (1, 2)))[0]["choices"][0]["prompt_token_ids"] == [1, 2]
+    [first] = events(wanted.with_usage(wanted.first_chunk(1, (1, 2)), usage(2, 0, 0)))
+    holder = first if chat else first["choices"][0]
+    assert holder["prompt_token_ids"] == [1, 2] and first["usage"]["prompt_tokens"] == 2
+    assert "prompt_token_ids" not in (first["choices"][0] if chat else first)
     assert events(wanted.text_chunk(1, CompletionOutput(0, "", (5, 6))))[0]["choices"][0]["token_ids"] == [5, 6]
     output = RequestOutput("a", None, (1, 2), (CompletionOutput(0, "x", (3,), finish_reason="stop"),), True)
-    choice = json.loads(wanted.whole([output], usage(2, 1, 0)))["choices"][0]
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2], [3])
+    answer = json.loads(wanted.whole([output], usage(2, 1, 0)))
+    choice = answer["choices"][0]
+    assert (answer if chat else choice)["prompt_token_ids"] == [1, 2] and choice["token_ids"] == [3]
+    assert "prompt_token_ids" not in (choice if chat else answer)
 
 
 def test_whole_answers_are_in_prompt_major_order() -> None:

@@ -11,6 +11,7 @@ from jax.extend.backend import get_backend
 
 from jaxpaged.config import DEFAULT_MEMORY_SHARE
 from jaxpaged.errors import ConfigError
+from jaxpaged.quiet_start import has_nvidia_gpu, without_cuda_notices
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEM
     if platform == "cuda":
         _limit_preallocation(memory_share)
     try:
-        devices = get_backend(platform).local_devices()
+        with without_cuda_notices() if platform == "cpu" else contextlib.nullcontext():
+            devices = get_backend(platform).local_devices()
     except (RuntimeError, AssertionError) as error:  # the latter where a plugin finds no CUDA libraries
         if wanted == "auto" and platform == "cuda":
             return select_device("cpu", count, memory_share)
@@ -80,7 +82,7 @@ def _split_cpu(count: int) -> None:
 
 def fix_platform(wanted: str) -> str:
     """The platform that `wanted` ("auto", "cpu" or "cuda") means here; JAX starts no other, unless told before."""
-    platform = wanted if wanted != "auto" else ("cuda" if _has_nvidia_gpu() else "cpu")
+    platform = wanted if wanted != "auto" else ("cuda" if has_nvidia_gpu() else "cpu")
     if not _fixed_platforms():
         jax.config.update("jax_platforms", platform)
     return platform
@@ -109,6 +111,3 @@ def process_memory_bytes() -> int:
         limits.append(own)
     return min(limits)
 
-
-def _has_nvidia_gpu() -> bool:
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
