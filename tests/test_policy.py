@@ -138,3 +138,20 @@ def test_room_for_predicted_growth_prevents_preemptions() -> None:
     pool = {"slots": 12, "num_blocks": 1 + 3 * 11 + 6}
     assert serve(batch, PriorityPolicy(), **pool).preemptions > 0
     assert serve(batch, PredictedPolicy(horizon=40), **pool).preemptions == 0
+
+
+def test_nobody_takes_the_place_of_one_whose_piece_of_this_step_it_needs() -> None:
+    """Both prompts begin alike, and the less important one computes the beginning of both in the same step."""
+    allocator = BlockAllocator(30)
+    scheduler = Scheduler(allocator, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, policy=PriorityPolicy())
+    prompt = tuple(range(16))
+    scheduler.add(EngineRequest("less", prompt, SamplingParams(), 8, priority=1))
+    scheduler.update(step := scheduler.schedule(), [0] * step.num_sampled)
+    scheduler.add(EngineRequest("more", (*prompt, 5, 6), SamplingParams(), 8, priority=0))
+    pieces = []
+    for _ in range(2):
+        step = scheduler.schedule()
+        pieces += [(piece.request.request_id, piece.start) for piece in step.pieces]
+        scheduler.update(step, [0] * step.num_sampled)
+        scheduler.check_integrity()
+    assert pieces == [("less", 8), ("more", 16)]

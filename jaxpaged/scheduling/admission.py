@@ -115,20 +115,25 @@ class Admission:
         """Preempt as many of the last running requests as a waiting one needs, if it may and that is enough.
 
         Args:
+            prefix: what holds the beginning of the waiting one; blocks in it that victims give back are no gain.
             reserved: blocks that the running ones still need.
         """
         slots, tokens, blocks = self._queues.num_free_slots, self._planner.plan.left, self._allocator.num_free
         stay = list(self._queues.running)
         victims: list[Request] = []
         needed = self._needed_for(request, prefix)
+        kept = set(prefix.blocks)
         while not (slots and tokens > 0 and blocks >= needed + reserved):
-            if not stay or not self._policy.preempts(request, stay[-1]) or self._planner.plan.is_fixed(stay[-1]):
+            if not stay or not self._policy.preempts(request, stay[-1]):
                 return False
-            victims.append(stay.pop())
-            reserved -= self._reserved_for(victims[-1])
+            victim = stay.pop()
+            if self._planner.plan.is_fixed(victim) or self._kv.fills(victim, prefix):
+                return False
+            victims.append(victim)
+            reserved -= self._reserved_for(victim)
             slots += 1
-            tokens += self._planner.plan.counts.get(victims[-1], 0)
-            blocks += sum(self._allocator.num_owners(block) == 1 for block in victims[-1].block_table)
+            tokens += self._planner.plan.counts.get(victim, 0)
+            blocks += sum(self._allocator.num_owners(block) == 1 and block not in kept for block in victim.block_table)
         for victim in victims:
             self._planner.preempt(victim)
         return True

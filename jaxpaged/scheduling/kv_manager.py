@@ -206,6 +206,10 @@ class KVManager:
             if self._planned.setdefault(self._cache.key(request, index), block) == block:
                 self._writers[block] = request
 
+    def fills(self, request: Request, prefix: Prefix) -> bool:
+        """Whether a piece of this request that is planned for this step fills blocks of the prefix."""
+        return any(self._writers.get(block) is request for block in prefix.blocks)
+
     def next_key(self, request: Request, count: int) -> tuple[int, Key] | None:
         """Index and key of the first block that a prompt does not fill with its next tokens; None at its end."""
         index = (request.num_computed + count) // self.block_size
