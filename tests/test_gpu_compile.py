@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.bench_aot import MODELS, engine_programs
 from jaxpaged.errors import ConfigError
 from jaxpaged.execution import aot
+from jaxpaged.execution.devices import DeviceInfo
 from jaxpaged.execution.gpu_targets import GpuSpec, find_gpu
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.pallas_kernels import paged_attention
@@ -118,10 +121,17 @@ class Child:
 
 
 @pytest.fixture(scope="module")
-def child() -> Iterator[Child]:
-    child = Child()
-    yield child
-    child.stop()
+def children() -> Iterator[dict[str, Child]]:
+    """One for each GPU that every run compiles for, so that both compile at once."""
+    made = {name: Child() for name in ("h200", "a100-80g")}
+    yield made
+    for child in made.values():
+        child.stop()
+
+
+@pytest.fixture(scope="module")
+def child(children: dict[str, Child]) -> Child:
+    return children["h200"]
 
 
 def check(name: str, variant: Variant, child: Child) -> None:
@@ -147,19 +157,20 @@ def test_the_set_is_pairwise_and_small() -> None:
     assert len(VARIANTS) <= 32, len(VARIANTS)
 
 
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: "-".join(map(str, VARIANTS[number])))
-def test_every_pair_of_choices_compiles(number: int, child: Child) -> None:
-    """For the two GPUs in turn; for both in the slow tests."""
-    check(("h200", "a100-80g")[number % 2], VARIANTS[number], child)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+def test_every_pair_of_choices_compiles(variant: Variant, children: dict[str, Child]) -> None:
+    with ThreadPoolExecutor(len(children)) as threads:
+        for checked in [threads.submit(check, name, variant, child) for name, child in children.items()]:
+            checked.result()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h200", "a100-80g", "l4"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
-def test_every_variant_compiles_for_every_generation(name: str, variant: Variant, child: Child) -> None:
-    check(name, variant, child)
+def test_every_pair_of_choices_compiles_for_ada(variant: Variant, child: Child) -> None:
+    check("l4", variant, child)
 
 
+@pytest.mark.slow  # every run compares the same kernels of whole programs, in tests/test_aot_programs.py
 @pytest.mark.parametrize(("name", "tokens", "registers", "resident", "waits"), [
     ("h200", 8, 128, 3, (2, 0)), ("h200", 64, 200, 2, (2, 0, 2, 0)),
     ("a100-80g", 8, 128, 2, (2, 0)), ("a100-80g", 64, 248, 2, (2, 0, 2, 0)),
@@ -187,6 +198,24 @@ def test_a_compiler_that_aborts_fails_one_test_alone(child: Child, monkeypatch: 
     with pytest.raises(pytest.fail.Exception, match="for h200 ended the process"):
         child.compile(find_gpu("h200"), VARIANTS[0])
     assert child.compile(find_gpu("h200"), VARIANTS[0]).kernels
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("a100-80g", "int8"), ("h200", "fp8")])
+def test_a_step_of_the_engine_over_8_bit_pages(name: str, dtype: str, tmp_path: Path) -> None:
+    """With --kv-cache-dtype: numbers and scales are updated in place, in one CUDA graph, nothing spilled."""
+    gpu = find_gpu(name)
+    device = DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, aot.compile_only_devices(gpu))
+    programs, plan = engine_programs(MODELS["smollm2-135m"], device, 2, kv_cache_dtype=dtype)
+    assert plan.cache.dtype.itemsize == 1 and programs.attention == "Triton"
+    with aot.no_persistent_cache():
+        facts = aot.analyse(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path,
+                            kernels="paged_attention|rotary_kv_write")
+    pools = jax.tree.leaves(replace(plan.cache, num_layers=2).shapes(plan.shape.num_blocks))
+    assert facts.alias_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in pools)
+    assert max((op.num_bytes for op in facts.copies), default=0) < 2**20
+    assert facts.command_buffers == 1 and not facts.outside_graphs
+    assert {kernel.name for kernel in facts.kernels} >= {"paged_attention", "rotary_kv_write"}
+    assert not any(kernel.spill_bytes for kernel in facts.kernels)
 
 
 def test_fp8_pages_are_refused_where_the_gpu_has_no_fp8() -> None:

@@ -137,10 +137,10 @@ def compiled(variant: tuple[Any, ...], folder: Path) -> aot.ProgramFacts:
     return aot.analyse(executable, folder / "xla", kernels="paged_attention")
 
 
+@pytest.mark.slow  # every run compiles it as a part of whole programs, in tests/test_aot_programs.py
 @pytest.mark.parametrize("variant", [
-    (128, "bfloat16", 16, 4, None, None),
-    *(pytest.param(variant, marks=pytest.mark.slow) for variant in (
-        (128, "float16", 128, 7, 1000, 30.0), (64, "bfloat16", 32, 1, None, 30.0), (64, "float16", 64, 16, 500, None))),
+    (128, "bfloat16", 16, 4, None, None), (128, "float16", 128, 7, 1000, 30.0), (64, "bfloat16", 32, 1, None, 30.0),
+    (64, "float16", 64, 16, 500, None),
 ], ids=lambda variant: "-".join(map(str, variant)))
 def test_compiled_for_hopper(variant: tuple[Any, ...], tmp_path: Path) -> None:
     """TMA and wgmma, nothing spilled, in one CUDA graph."""
