@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxpaged.detokenizer import IncrementalDetokenizer
+from jaxpaged.choice import Choice
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import TokenDelta, TokenLogprobs
+from jaxpaged.messages import TokenDelta
 from jaxpaged.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.stop_strings import StopStrings
 from jaxpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, _Request] = {}
-        self._sequences: dict[str, tuple[_Request, _Choice]] = {}
+        self._sequences: dict[str, tuple[_Request, Choice]] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -106,7 +105,7 @@ class OutputProcessor:
         ids = sequence_ids(request_id, params.num_sequences)
         drawn = params.for_engine()
         for index, sequence_id in enumerate(ids):
-            choice = _Choice(index, sequence_id, drawn, tokenizer, request.prompt_token_ids)
+            choice = Choice(index, sequence_id, drawn, tokenizer, request.prompt_token_ids)
             request.choices.append(choice)
             self._sequences[sequence_id] = request, choice
         self._requests[request_id] = request
@@ -159,7 +158,7 @@ class OutputProcessor:
                 done.outputs.append(output)
         return done
 
-    def _take(self, request: "_Request", choice: "_Choice", delta: TokenDelta, now: float,
+    def _take(self, request: "_Request", choice: Choice, delta: TokenDelta, now: float,
               done: ProcessedOutputs) -> None:
         before = choice.num_tokens
         choice.take(delta)
@@ -184,121 +183,6 @@ class OutputProcessor:
             del self._sequences[choice.sequence_id]
 
 
-class _Choice:
-    """One sequence: its tokens, its text, and how it ended."""
-
-    def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
-                 prompt_token_ids: Sequence[int]) -> None:
-        self.index = index
-        self.sequence_id = sequence_id
-        self.num_tokens = 0
-        self.num_preemptions = 0
-        self.finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
-        self._keep_stop = params.include_stop_str_in_output
-        self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-                             if tokenizer else None)
-        self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
-        self._min_tokens = params.min_tokens
-        self._tells_logprobs = params.logprobs is not None
-        self._decoded = tokenizer.token_text if tokenizer else None
-        self._cumulative_logprob = 0.0
-        self._text_length = 0
-        # What no output has shown yet; for cumulative outputs, everything.
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._text_offsets: list[int] = []
-        self.has_news = False
-
-    def take(self, delta: TokenDelta) -> None:
-        """Go on with the engine's newest tokens."""
-        self.has_news = True
-        ids, end = delta.token_ids, delta.finish_reason
-        self.num_preemptions = max(self.num_preemptions, delta.num_preemptions)
-        hidden = end == "stop" and not (self._keep_stop and delta.stop_reason is not None)
-        shown = ids[:-1] if hidden else ids
-        if self._detokenizer is not None:
-            used = self._read(shown, end is not None)
-            ids = ids if used is None else ids[:used]
-        self._token_ids += ids
-        self.num_tokens += len(ids)
-        if self._tells_logprobs:
-            self._take_logprobs(ids, delta.logprobs)
-        if self.finish_reason is None and end is not None:
-            self.finish_reason, self._stop_reason = end, delta.stop_reason
-
-    def _read(self, ids: Sequence[int], last: bool) -> int | None:
-        """Add the text of tokens; return how many they were up to the end of a stop string, None without one."""
-        detokenizer, stops = self._detokenizer, self._stops
-        assert detokenizer is not None
-        if stops is None and not self._tells_logprobs:
-            self._texts.append(detokenizer.add(ids) + (detokenizer.finish() if last else ""))
-            return None
-        for number, token_id in enumerate(ids, 1):
-            if self._tells_logprobs:
-                self._text_offsets.append(self._text_length)
-            ends = self.num_tokens + number > self._min_tokens  # before that no stop string counts
-            if self._watch(stops, detokenizer.add((token_id,)), ends):
-                return number
-        if last:
-            ends = self.num_tokens + len(ids) > self._min_tokens
-            if self._watch(stops, detokenizer.finish(), ends):
-                return len(ids)
-            self._texts.append(stops.release() if stops else "")
-        return None
-
-    def _take_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids
-            self._cumulative_logprob += found.logprob
-            self._logprobs.append(self.logprob_entry(token_id, found))
-        hidden = len(self._logprobs) - len(self._text_offsets)
-        self._text_offsets += [self._text_length] * hidden
-
-    def logprob_entry(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
-        """One position: the token that is there, then the alternatives."""
-        entry = {token_id: self._logprob(token_id, found.logprob, found.rank)}
-        for rank, (other, logprob) in enumerate(found.top, 1):
-            entry.setdefault(other, self._logprob(other, logprob, rank))
-        return entry
-
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob, rank, self._decoded(token_id) if self._decoded else None)
-
-    def _watch(self, stops: StopStrings | None, text: str, ends: bool) -> bool:
-        """Add text as far as it is decided; True if a stop string ends it."""
-        self._text_length += len(text)
-        if stops is None:
-            self._texts.append(text)
-            return False
-        text, found = stops.add(text, ends)
-        if found is not None:
-            self.finish_reason, self._stop_reason = "stop", found
-            if not self._keep_stop:
-                text = text[:-len(found)]
-        self._texts.append(text)
-        return found is not None
-
-    def fail(self) -> None:
-        """End with an error."""
-        self.has_news = True
-        self.finish_reason = "error"
-
-    def output(self, whole: bool) -> CompletionOutput:
-        """Everything so far, or what is new since the last call."""
-        text = "".join(self._texts)
-        output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
-                                  stop_reason=self._stop_reason)
-        if self._tells_logprobs:
-            output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=tuple(self._logprobs),
-                             text_offsets=tuple(self._text_offsets))
-        self._texts = [text] if whole else []
-        if not whole:
-            self._token_ids, self._logprobs, self._text_offsets = [], [], []
-        self.has_news = False
-        return output
-
-
 @dataclass(slots=True, eq=False)
 class _Request:
     """One request: its choices, and when what happened to it."""
@@ -309,7 +193,7 @@ class _Request:
     params: SamplingParams
     arrival_time: float
     max_tokens: int
-    choices: list[_Choice] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     num_cached_tokens: int = 0
     scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -323,7 +207,7 @@ class _Request:
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def note(self, delta: TokenDelta, choice: _Choice) -> None:
+    def note(self, delta: TokenDelta, choice: Choice) -> None:
         """Take over what the delta of a choice tells about the request as a whole."""
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)

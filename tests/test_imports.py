@@ -16,8 +16,8 @@ FOLDERS = ("jaxpaged", "models", "server", "pallas_kernels")
 
 TOP = ("errors", "config", "flags", "limits", "quiet_start", "sampling_params", "outputs", "messages")
 HTTP_SIDE = ("bounded_cache", "tokenizer", "token_bytes", "gguf_tokenizer", "stand_ins", "chat_template",
-             "conversation", "input_processor", "output_processor", "detokenizer", "beam_search", "embeddings",
-             "metrics", "structured_outputs", "loading.host_memory", "loading.hub", "loading.json_files")
+             "conversation", "input_processor", "output_processor", "choice", "detokenizer", "beam_search",
+             "embeddings", "metrics", "structured_outputs", "loading.host_memory", "loading.hub", "loading.json_files")
 NO_JAX = (*HTTP_SIDE, "loading.gguf", "cli")
 ENGINE_THIRD = ("jax", "flax", "llguidance", "numpy", "tokenizers", "transformers", "jinja2", "prometheus_client",
                 "tqdm")
