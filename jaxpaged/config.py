@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jaxpaged.errors import ConfigError
+from jaxpaged.flags import flag_of
 from jaxpaged.limits import RequestLimits
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -148,8 +149,7 @@ class EngineConfig:
             item = type(self).__dataclass_fields__[name]
             value = getattr(self, name)
             if value != item.default:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} {value} is not supported yet; leave it out")
+                raise ConfigError(f"{flag_of(name)} {value} is not supported yet; leave it out")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":

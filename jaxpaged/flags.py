@@ -62,7 +62,7 @@ def settle_model(given: dict[str, Any]) -> None:
 
 def _add_flag(group: Any, item: Any, kind: Any, not_supported: bool) -> None:
     meta = item.metadata
-    names = [spelling(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
+    names = [flag_of(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
     help = meta["help"]
     if not_supported:
         only = "on" if item.default is True else item.default
@@ -112,8 +112,8 @@ def _json_object(text: str) -> dict[str, Any]:
 _json_object.__name__ = "JSON object"
 
 
-def spelling(name: str) -> str:
-    """A field's name as a flag."""
+def flag_of(name: str) -> str:
+    """How a user spells a field of a config, or a limit."""
     return "--" + name.replace("_", "-")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.flags import flag_of
 from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_N, SamplingParams
 
 
@@ -26,11 +27,6 @@ def check_limits(limits: Any) -> None:
         if type(value) is not int or value < least or (most is not None and value > most):
             span = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
             raise ConfigError(f"{flag_of(item.name)} must be {span}, not {value!r}")
-
-
-def flag_of(name: str) -> str:
-    """How a user spells a limit."""
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxpaged.bounded_cache import BoundedCache
 from jaxpaged.errors import RequestError
-from jaxpaged.limits import RequestLimits, flag_of
+from jaxpaged.flags import flag_of
+from jaxpaged.limits import RequestLimits
 from jaxpaged.loading.host_memory import allocated_bytes
 from jaxpaged.messages import Grammar
 from jaxpaged.sampling_params import StructuredOutputsParams

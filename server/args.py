@@ -13,7 +13,7 @@ from typing import Any
 from jaxpaged import __version__
 from jaxpaged.config import NOT_SUPPORTED, EngineConfig
 from jaxpaged.errors import ConfigError
-from jaxpaged.flags import GROUPS, Parser, add_flags, new_parser, parse_flags, settle_model, spelling
+from jaxpaged.flags import GROUPS, Parser, add_flags, flag_of, new_parser, parse_flags, settle_model
 from jaxpaged.limits import RequestLimits
 from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
@@ -90,16 +90,16 @@ class ServerConfig:
         for name in ("ssl_keyfile", "ssl_certfile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                raise ConfigError(f"{spelling(name)}: there is no file {path}")
+                raise ConfigError(f"{flag_of(name)}: there is no file {path}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError("--root-path must begin with a slash and not end with one")
         for name in ("shutdown_timeout", "stream_keep_alive"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"{spelling(name)} must be at least 0 seconds, not {getattr(self, name)}")
+                raise ConfigError(f"{flag_of(name)} must be at least 0 seconds, not {getattr(self, name)}")
         for name in ("engine_timeout", "body_timeout", "keep_alive_timeout", "chat_template_timeout",
                      "structured_outputs_timeout"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{spelling(name)} must be above 0 seconds, not {getattr(self, name)}")
+                raise ConfigError(f"{flag_of(name)} must be above 0 seconds, not {getattr(self, name)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser: hermes, llama3_json or mistral")
 
@@ -187,7 +187,7 @@ def _flags_of_file(path: str) -> list[str]:
         raise ConfigError(f"--config {path} must hold one flag a line, such as `port: 8000`")
     flags: list[str] = []
     for name, value in content.items():
-        flag = spelling(name.removeprefix("--"))
+        flag = flag_of(name.removeprefix("--"))
         if value is True:
             flags.append(flag)
         elif value is False:

@@ -6,7 +6,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxpaged.errors import RequestError
-from jaxpaged.limits import flag_of
+from jaxpaged.flags import flag_of
 from jaxpaged.server.http_limits import HttpLimits
 from jaxpaged.server.structure import OLD_NAMES
 

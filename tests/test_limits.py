@@ -13,8 +13,9 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import RequestError
+from jaxpaged.flags import flag_of
 from jaxpaged.input_processor import InputProcessor
-from jaxpaged.limits import RequestLimits, flag_of
+from jaxpaged.limits import RequestLimits
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.http_limits import HttpLimits
 from tests.live_server import ROOT, LiveServer, write_tiny_model
