@@ -23,13 +23,18 @@ _THREADS = 2
 
 
 class Constraint:
-    """One sequence's place in its grammar. All methods belong to the engine's thread."""
+    """One sequence's place in its grammar. All methods belong to the engine's thread.
+
+    Attributes:
+        failed: it cannot be computed: its mask, once it is there, allows nothing.
+    """
 
     def __init__(self, submit: Callable[[Callable[[], Any]], Future[Any]], compile: Callable[[], Any],
                  words: int) -> None:
         self._submit, self._words = submit, words
         self._matcher: Any = None
-        self._job: Future[Any] = submit(lambda: self._begin(compile))
+        self.failed = False
+        self._job: Future[Any] = submit(lambda: self._guarded(lambda: self._begin(compile)))
 
     @property
     def ready(self) -> bool:
@@ -46,15 +51,22 @@ class Constraint:
         self._job.result()
         if self._matcher is None or not self._matcher.consume_token(token) or self._matcher.is_stopped():
             return True
-        self._job = self._submit(self._compute)
+        self._job = self._submit(lambda: self._guarded(self._compute))
         return False
 
-    def _begin(self, compile: Callable[[], Any]) -> np.ndarray:
+    def _guarded(self, compute: Callable[[], np.ndarray]) -> np.ndarray:
         try:
-            self._matcher = compile()
-        except Exception:  # of this request alone: without a mask it ends at once
-            logger.exception("a constraint cannot be compiled")
+            return compute()
+        except Exception:  # whatever it is, it must stay with this request, which ends with an error
+            logger.exception("a constraint cannot be computed")
+            self.failed = True
             return np.zeros(self._words, np.uint32)
+
+    def _begin(self, compile: Callable[[], Any]) -> np.ndarray:
+        matcher = compile()
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        self._matcher = matcher
         return self._compute()
 
     def _compute(self) -> np.ndarray:

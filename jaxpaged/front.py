@@ -1,5 +1,6 @@
 """The side of an engine that knows text: tokenizer, checks on requests, outputs, metrics."""
 
+import logging
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig
@@ -11,6 +12,8 @@ from jaxpaged.messages import EngineInfo, EngineOutputs
 from jaxpaged.metrics import Metrics
 from jaxpaged.output_processor import OutputProcessor, ProcessedOutputs
 from jaxpaged.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
@@ -69,10 +72,15 @@ class Front:
                                    arrival_time=request.arrival_time)
 
     def process(self, outputs: EngineOutputs, now: float) -> ProcessedOutputs:
-        """Turn a batch of the engine into text and metrics; the caller tells the engine what to abort."""
+        """Turn a batch of the engine into text and metrics; the caller tells the engine what to abort.
+
+        An output whose finish_reason is "error" does not hold the reason: a line of the log does.
+        """
         self.metrics.record_stats(outputs.stats)
         done = self._outputs.process(outputs.deltas, now)
         self.metrics.record_outputs(done, now)
+        for request_id, reason in done.errors.items():
+            logger.error("request %s has ended with an error: %s", request_id, reason)
         return done
 
     def sequences(self, request_id: str) -> tuple[str, ...]:

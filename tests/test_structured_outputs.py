@@ -366,7 +366,19 @@ def test_choices_share_their_prompt(llm: LLM, few_blocks: LLM) -> None:
     assert [[choice.text for choice in output.outputs] for output in alone] == [texts[:1], texts[:2]]
 
 
-def test_aborting_and_refusing(llm: LLM) -> None:
+def test_a_grammar_that_only_the_engine_cannot_compile_ends_its_request_with_an_error(
+        llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    fine = StructuredOutputsParams(choice=["fine"])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._front.inputs, "_make_grammar", lambda wanted: Grammar("junk", 1))
+        [bad, free] = generate(llm, [[1, 2], [3]], [
+            SamplingParams(max_tokens=20, structured_outputs=fine), SamplingParams(max_tokens=4, ignore_eos=True)])
+    assert bad.outputs[0].finish_reason == "error" and not bad.outputs[0].token_ids
+    assert "structured_outputs" in caplog.text
+    assert len(free.outputs[0].token_ids) == 4
+
+
+def test_refusing(llm: LLM) -> None:
     with pytest.raises(RequestError):
         generate(llm, [[1]], [SamplingParams(structured_outputs=StructuredOutputsParams(regex="(("))])
     [output] = generate(llm, [[1, 2]], [SamplingParams(

@@ -217,6 +217,9 @@ class Scheduler:
 
     def _end_without_token(self, request: Request, token: int) -> TokenDelta:
         if token == NO_TOKEN_LEFT:
+            if request.constraint is not None and request.constraint.failed:
+                return self._finish(request, RequestStatus.FINISHED_ERROR,
+                                    error="what structured_outputs asks for could not be computed")
             return self._finish(request, RequestStatus.FINISHED_STOPPED)
         assert token == FAILED_TOKEN, f"the sampler gave {token}"
         return self._finish(request, RequestStatus.FINISHED_ERROR,
