@@ -156,7 +156,12 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine knows once it is ready to serve."""
+    """What the engine knows once it is ready to serve.
+
+    Attributes:
+        num_programs: that it may need.
+        num_compiled: of these, compiled or loaded at the start: all, unless it compiles lazily.
+    """
 
     model: str
     architecture: str
@@ -175,6 +180,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
     attention: str = ""
+    num_compiled: int = 0
 
     def summary(self) -> str:
         """The start-up line for people."""

@@ -109,6 +109,7 @@ class Metrics:
             "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
             "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
         }))
+        self.record_stats(EngineStats(compilations=info.num_compiled))  # what later ones are compared with
 
     def _gauge(self, name: str, text: str) -> prometheus.Gauge:
         return prometheus.Gauge(name, text, [*self._labels], registry=self.registry).labels(**self._labels)

@@ -120,6 +120,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         eos_token_ids=model.config.eos_token_ids,
         num_host_blocks=config.swap_bytes(device.platform) // plan.cache.block_bytes,
         attention=programs.attention,
+        num_compiled=programs.num_compiled,
     )
     return ReadyModel(runner, info, plan.shape, programs.chunk_sizes)
 

@@ -131,7 +131,7 @@ def use_native_products(model: nnx.Module) -> None:
 def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine [T, H // 2] float32 of each token's rotary angles (Su et al., 2021).
 
-    Angles come from integer positions in float32, so that their error does not grow with the position.
+    Angles come from integer positions in float32 whatever the weights' dtype: half precision cannot count to 2,049.
     """
     frequency = rope.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     scaling = dict(rope.scaling)

@@ -13,7 +13,7 @@ from jaxpaged.outputs import RequestMetrics
 
 INFO = EngineInfo(model="m", architecture="Llama", device="cpu", dtype="float32", vocab_size=100, max_model_len=2048,
                   block_size=16, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64, num_programs=3,
-                  weight_bytes=1, kv_cache_bytes=1, start_seconds=1.0)
+                  weight_bytes=1, kv_cache_bytes=1, start_seconds=1.0, num_compiled=2)
 GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
           "vllm:cache_config_info", "vllm:gpu_cache_usage_perc", "jaxpaged:kv_internal_fragmentation_ratio"}
 COUNTERS = {"vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prompt_tokens_cached",
@@ -52,6 +52,10 @@ def test_every_promised_name_is_there_with_its_type_before_any_traffic() -> None
 def test_openmetrics_clients_get_their_format() -> None:
     text, content_type = Metrics("m", INFO).exposition("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text") and text.endswith(b"# EOF\n")
+
+
+def test_compilations_stand_at_what_the_start_took_before_any_request() -> None:
+    assert samples(Metrics("m", INFO))["jaxpaged:compilations_total"] == 2
 
 
 def test_engine_stats_become_gauges_counters_and_histograms() -> None:

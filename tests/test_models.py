@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
 from jaxpaged import LLM, SamplingParams
@@ -17,7 +18,9 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.attention import make_metadata
+from jaxpaged.models.config import RopeConfig
 from jaxpaged.models.hf_config import common_config
+from jaxpaged.models.layers import rotary_angles, rotate
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels.kv_pages import KVPages
@@ -161,6 +164,38 @@ def test_logits_of_half_precision_models_are_not_rounded(tmp_path: Path, tied: b
     config = CONFIG | {"tie_word_embeddings": tied}
     full = Reference(config, random_weights(config)).logits(random_prompt(20, 3))
     assert np.abs(logits - full).max() < 0.1 * full.std() + 0.1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_sums_of_half_precision_models_do_not_overflow(tmp_path: Path, dtype: Any) -> None:
+    """States whose squares, and scores that, are beyond float16: norms, softmax and logits are in float32."""
+    weights = random_weights()
+    weights["model.embed_tokens.weight"] *= 1000
+    for name in weights:
+        if "q_proj" in name or "k_proj" in name:
+            weights[name] *= 30
+    weights = {name: np.asarray(jnp.asarray(tensor, dtype), np.float32) for name, tensor in weights.items()}
+    folder = write_model(tmp_path / "model")
+    save_file(weights, folder / "model.safetensors")
+    tokens = random_prompt(40, 4)
+    assert (weights["model.embed_tokens.weight"][tokens] ** 2).sum(axis=1).min() > 65504
+    logits, wanted = prefill_logits(folder, tokens, dtype), Reference(CONFIG, weights).logits(tokens)
+    assert np.abs(logits - wanted).max() < (0.01 if dtype == jnp.float16 else 0.1) * wanted.std()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("position", [2049, 8191, 131_071])  # beyond what half precision counts to
+def test_rotary_angles_of_far_positions(dtype: Any, position: int) -> None:
+    """They are those of float32 from the integer position: cast at the end, they are as good at any position."""
+    x = np.random.default_rng(0).standard_normal((1, 2, 64)).astype(np.float32)
+    cos, sin = rotary_angles(jnp.array([position]), 64, RopeConfig(theta=10000.0))
+    found = np.asarray(rotate(jnp.asarray(x, dtype), cos, sin), np.float64)
+    angle = position * 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    first, second = np.split(np.asarray(jnp.asarray(x, dtype), np.float64), 2, axis=-1)
+    wanted = np.concatenate([first * np.cos(angle) - second * np.sin(angle),
+                             second * np.cos(angle) + first * np.sin(angle)], axis=-1)
+    rounding = 2.0**-24 * position + float(jnp.finfo(dtype).eps)
+    assert np.abs(found - wanted).max() < 4 * rounding
 
 
 SPARSE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
