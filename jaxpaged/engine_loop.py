@@ -25,7 +25,9 @@ class EngineCall:
         self._action = action
 
     def run(self, engine: Engine) -> None:
-        """Do it, and tell who waits for the result."""
+        """Do it, and tell who waits for the result; nothing if nobody does any more."""
+        if not self.result.set_running_or_notify_cancel():
+            return
         try:
             self.result.set_result(self._action(engine))
         except Exception as error:  # it is the caller's

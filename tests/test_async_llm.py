@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import pytest
 
 from jaxpaged import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from jaxpaged.engine_loop import EngineCall
 from jaxpaged.errors import ConfigError, ContextLengthError, EngineDeadError, OverloadedError, RequestError
 from jaxpaged.execution.model_runner import ModelRunner
 from jaxpaged.messages import Shutdown
@@ -307,5 +309,20 @@ def test_what_comes_after_shutdown_in_one_batch_is_answered(use: Callable[[Use],
         llm._inbox.put(Shutdown())
         with pytest.raises(EngineDeadError, match="shut down"):
             await llm.get_params()
+
+    use(work)
+
+
+def test_a_call_that_nobody_waits_for_any_more_does_no_harm(use: Callable[[Use], None]) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        release = threading.Event()
+        llm._inbox.put(EngineCall(lambda engine: release.wait(30)))
+        call = asyncio.create_task(llm.get_params())
+        await asyncio.sleep(0)  # it has asked, and the engine has not answered
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        release.set()
+        check_greedy((await collect(llm.generate([1, 2], GREEDY)))[-1:])
 
     use(work)
