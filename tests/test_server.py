@@ -138,6 +138,7 @@ def test_chat_with_the_client(client: openai.OpenAI) -> None:
     ("/v1/completions", {"prompt": STORY, "max_tokens": 40, "stop": [",", " a girl"]}),
     ("/v1/completions", {"prompt": STORY, "max_tokens": 40, "stop": ",", "include_stop_str_in_output": True}),
     ("/v1/completions", {"prompt": STORY, "max_tokens": 12, "stop": "this never comes"}),
+    ("/v1/completions", {"prompt": STORY, "max_tokens": 40, "stop": [",", " a"], "min_tokens": 15}),
     ("/v1/completions", {"prompt": STORY, "max_tokens": 40, "stop_token_ids": [28, 30]}),
     ("/v1/completions", {"prompt": [STORY, "The sea is"], "max_tokens": 6, "n": 2}),
     ("/v1/completions", {"prompt": [[504, 3575], [28]], "max_tokens": 6}),
@@ -159,8 +160,30 @@ def test_a_stream_says_the_same_as_the_whole_answer(http: httpx.Client, path: st
     prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
     assert indices == list(range(prompts * body.get("n", 1)))
     assert not any("�" in str(event) for event in events)
+    assert whole["usage"]["completion_tokens"] >= body.get("min_tokens", 1)
+    if body["temperature"] == 0:  # choices of one prompt are equal
+        assert len({str(result) for result in joined(events[:-1]).values()}) == prompts
     for plain in ({}, {"stream_options": None}, {"stream_options": {"include_usage": False}}):
-        assert all("usage" not in event for event in stream(http, path, **{**body, "max_tokens": 1, **plain}))
+        assert all("usage" not in event for event in stream(
+            http, path, **{**body, "max_tokens": 1, "min_tokens": 0, **plain}))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_a_limit_inside_a_character(http: httpx.Client, limit: int) -> None:
+    """These are of four bytes, and of two or three tokens each."""
+    body: dict[str, Any] = {"prompt": STORY, "max_tokens": limit, "structured_outputs": {"choice": ["🦜🦢🦩"]}}
+    [whole] = post(http, **body)["choices"]
+    assert whole["finish_reason"] == "length" and "🦜🦢🦩".startswith(whole["text"].rstrip("\ufffd"))
+    events = stream(http, "/v1/completions", **body)
+    assert joined(events)[0] == (whole["text"], "length", None)
+    assert not any("\ufffd" in event["choices"][0]["text"] for event in events[:-2])  # but for the end, they come whole
+
+
+def test_a_long_stop_string_holds_nothing_up(http: httpx.Client) -> None:
+    events = stream(http, "/v1/completions", prompt=STORY, max_tokens=12, temperature=0, stop=", there" * 500)
+    texts = [event["choices"][0]["text"] for event in events]
+    assert "".join(texts) == post(http, prompt=STORY, max_tokens=12, temperature=0)["choices"][0]["text"]
+    assert len(texts) > 6 and all(texts[:-1])  # token by token, and no empty chunk but the last
 
 
 def test_chat_chunks_open_with_the_role_and_close_with_an_empty_delta(http: httpx.Client) -> None:
@@ -246,7 +269,10 @@ def test_many_streams_at_once_are_each_complete(http: httpx.Client, server: Live
 # What goes wrong
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000, '{"prompt": "a"}'.encode("utf-16"),
+    '{"prompt": "a"}'.encode("utf-16-le"), b'{"prompt": "a"}{}', b'{"prompt": "a\0"}', b'{"prompt": "\\udfff"}',
+], ids=lambda body: body[:20])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_what_is_no_json_object(http: httpx.Client, path: str, body: bytes) -> None:
     assert "JSON" in refused(http.post(path, content=body, headers={"content-type": "application/json"}))

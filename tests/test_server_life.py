@@ -204,7 +204,8 @@ KEY = {"authorization": "Bearer sesame"}
     "/docs", "/openapi.json", "/version", "//", "/engine/state",
     "/nothing", "/health/", "//health", "/HEALTH", "/health/../v1/models",
     "/%76%31/models", "/health%2f..%2fv1%2fmodels", "/ping/x", "/api/v1/models", "/api", "/api/api/health", "/./",
-    "/v1/completions", "/v1/models?x=/health", "/v1/models#/health",
+    "/v1/completions", "/v1/models?x=/health", "/v1/models#/health", "http://x/v1/models", "http:///health/v1/models",
+    "*", "/v1/models;/health", "/health%00/v1/models", "/health\\v1/models",
 ])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "OPTIONS", "DELETE", "TRACE"])
 def test_no_path_gets_round_the_key(strict: LiveServer, path: str, method: str) -> None:
