@@ -124,6 +124,8 @@ class EngineConfig:
             raise ConfigError(f"max_logprobs must be from 0 to {MOST_LOGPROBS}, not {self.max_logprobs!r}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
+        if not isinstance(self.limits, RequestLimits):
+            raise ConfigError("limits must be a RequestLimits; or give one limit as a keyword argument of its own")
         self.swap_bytes("cpu")
         self._refuse_unsupported()
 

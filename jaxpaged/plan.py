@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from jaxpaged.execution.devices import DeviceInfo
 
-
 _HERE = ("auto", "cpu", "cuda")
 
 

@@ -8,6 +8,8 @@ from jaxpaged.scheduling.host_tier import HostBlock, HostTier, LoadBlocks, SaveB
 from jaxpaged.scheduling.prefix_cache import Key, PrefixCache
 from jaxpaged.scheduling.request import Request
 
+NOT_SHARED = 2**62  # more blocks than any table has: the cache knows all of them, so it is told of none
+
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -42,9 +44,6 @@ class Transfers:
 
 
 NO_TRANSFERS = Transfers()
-
-
-NOT_SHARED = 2**62  # more blocks than any table has: the cache knows all of them, so it is told of none
 
 
 class KVManager:
