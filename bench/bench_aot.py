@@ -163,10 +163,10 @@ def compile_in_children(gpus: tuple[str, ...], models: tuple[str, ...], layers: 
                        *models]
             children.append((file, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
         version, rows = "", []
-        for file, child in children:
-            _, errors = child.communicate(timeout=1200)
+        said = [child.communicate(timeout=1200)[1].decode() for _, child in children]
+        for (file, child), errors in zip(children, said, strict=True):
             if child.returncode:
-                raise RuntimeError(f"{file.stem}: exit code {child.returncode}\n{errors.decode()[-4000:]}")
+                raise RuntimeError(f"{file.stem}: exit code {child.returncode}\n{errors[-4000:]}")
             content = json.loads(file.read_text())
             version = content["jax"]
             rows += [Row(**row) for row in content["rows"]]

@@ -107,9 +107,7 @@ class StepFunctions:
     def score(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
         """Log probabilities of prompt tokens."""
         forward, vocabulary = self.forward(size, samples_all=True), self.placement.vocabulary
-        num_top, best = self.num_top, None
-        if self.target is not None and not self.placement.mesh:
-            best = partial(top_tokens, wanted=jnp.ones(size, jnp.bool_), target=self.target)
+        num_top, target = self.num_top, None if self.placement.mesh else self.target
 
         def score(
             params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
@@ -117,6 +115,7 @@ class StepFunctions:
             """As a step of `size` rows, all known; log probabilities of the ids [size] at the end of `packed`."""
             no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
             logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
+            best = None if target is None else partial(top_tokens, wanted=jnp.ones(size, jnp.bool_), target=target)
             told = packed_logprobs(logits, packed[4 * size :], num_top, vocabulary, best)
             return pools, block_table, told
 
