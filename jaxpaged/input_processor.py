@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from jaxpaged.beam_search import num_candidates
@@ -258,12 +259,16 @@ class InputProcessor:
         return tuple(found)
 
     def _check_ids(self, ids: object) -> tuple[int, ...]:
+        if hasattr(ids, "tolist"):  # an array of numpy or JAX
+            ids = ids.tolist()
         if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sequence):
             raise RequestError("prompt must be a text or a list of token ids", param="prompt")
         if not ids:
             raise RequestError("prompt is empty; give at least one token id", param="prompt")
         if set(map(type, ids)) != {int}:  # not isinstance: True is an int
-            raise RequestError("token ids must all be integers", param="prompt")
+            if not all(isinstance(item, Integral) and not isinstance(item, bool) for item in ids):
+                raise RequestError("token ids must all be integers", param="prompt")
+            ids = list(map(int, ids))  # of numpy
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise RequestError(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
         return tuple(ids)

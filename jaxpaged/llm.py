@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self
 
@@ -87,7 +88,8 @@ class LLM:
         """Complete prompts, all at once.
 
         Args:
-            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
+            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these;
+                ids may come as arrays of numpy or JAX.
             sampling_params: one for all, one for each, or None for the model's defaults.
             use_tqdm: show a progress bar.
             priority: one for each, the smaller is served first, with scheduling_policy="priority".
@@ -344,8 +346,10 @@ def _params_from(sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 def _batch(prompts: Any) -> list[Prompt]:
+    if hasattr(prompts, "tolist"):  # an array of numpy or JAX: one prompt's ids, or a row for each prompt
+        prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping)) or (
-            isinstance(prompts, Sequence) and prompts and all(isinstance(item, int) for item in prompts)):
+            isinstance(prompts, Sequence) and prompts and all(isinstance(item, Integral) for item in prompts)):
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError("prompts must be a text, a list of token ids, a dict, or a list of these", param="prompt")

@@ -4,6 +4,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from jaxpaged.errors import RequestError
@@ -137,6 +138,10 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
+        for item in fields(self):  # numpy's numbers become Python's
+            value = getattr(self, item.name)
+            if isinstance(value, Real) and not isinstance(value, (int, float)):
+                object.__setattr__(self, item.name, int(value) if isinstance(value, Integral) else float(value))
         _check_int("n", self.n, 1, MAX_N)
         if self.best_of is not None:
             _check_int("best_of", self.best_of, self.n, MAX_N)

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -59,6 +61,20 @@ def test_every_form_of_a_prompt_means_the_same(llm: LLM) -> None:
     assert all(len(result) == 1 and result == results[0] for result in results)
     mixed = ids_of(llm.generate([*forms[:5], "other"], GREEDY, use_tqdm=False))
     assert mixed[:5] == [results[0][0]] * 5
+
+
+def test_numbers_and_arrays_of_numpy_and_jax_are_taken(llm: LLM) -> None:
+    rows: Any = np.array([[1, 2, 3], [4, 5, 6]])
+    wanted = ids_of(llm.generate(rows.tolist(), GREEDY, use_tqdm=False))
+    numbers: dict[str, Any] = {"temperature": np.float32(0), "max_tokens": np.int64(8)}
+    params = SamplingParams(**numbers, ignore_eos=True)
+    batches: list[Any] = [rows, jnp.asarray(rows), list(rows), [list(row) for row in rows],
+                          [{"prompt_token_ids": row} for row in rows]]
+    for batch in batches:
+        assert ids_of(llm.generate(batch, params, use_tqdm=False)) == wanted
+    assert ids_of(llm.generate(rows[0], params, use_tqdm=False)) == wanted[:1]
+    with pytest.raises(RequestError, match="integers"):
+        llm.generate(rows * 0.5, params, use_tqdm=False)
 
 
 def test_results_keep_the_order_of_the_prompts(llm: LLM) -> None:
