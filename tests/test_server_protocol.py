@@ -20,7 +20,7 @@ from jaxpaged.errors import (
     RequestError,
 )
 from jaxpaged.limits import RequestLimits
-from jaxpaged.outputs import CompletionOutput, RequestOutput
+from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.server.answer_shape import AnswerShape, usage
 from jaxpaged.server.body import BodyReader
@@ -254,8 +254,9 @@ def test_whole_answers_are_in_prompt_major_order() -> None:
 
 
 def piece(request: str, choice: int, text: str, ids: tuple[int, ...], finish: Any = None) -> RequestOutput:
-    return RequestOutput(request, None, (1,), (CompletionOutput(choice, text, ids, finish_reason=finish),),
-                         finish is not None)
+    told = tuple({number: Logprob(-float(number), 1)} for number in ids)
+    return RequestOutput(request, None, (1,), (CompletionOutput(choice, text, ids, finish_reason=finish, logprobs=told,
+                                                                text_offsets=ids),), finish is not None)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.text(max_size=3), st.lists(st.integers(0, 9)),
@@ -263,21 +264,23 @@ def piece(request: str, choice: int, text: str, ids: tuple[int, ...], finish: An
 def test_a_reader_of_any_speed_gets_everything_once_and_in_order(steps: list[Any]) -> None:
     async def run() -> None:
         stream = OutputStream(6)
-        sent: dict[Any, tuple[str, tuple[int, ...]]] = {}
-        got: dict[Any, tuple[str, tuple[int, ...]]] = {}
+        sent: dict[Any, list[Any]] = {}
+        got: dict[Any, list[Any]] = {}
         waiting = False
 
         async def take() -> None:
             for output in await stream.get():
                 for choice in output.outputs:
                     key = output.request_id, choice.index
-                    text, ids = got.get(key, ("", ()))
-                    got[key] = text + choice.text, ids + choice.token_ids
+                    before = got.get(key, ["", (), (), ()])
+                    news = choice.text, choice.token_ids, choice.logprobs, choice.text_offsets
+                    got[key] = [old + new for old, new in zip(before, news, strict=True)]
 
         for request, choice, text, ids, reads in steps:
             stream.put(piece(request, choice, text, tuple(ids)))
-            before = sent.get((request, choice), ("", ()))
-            sent[request, choice] = before[0] + text, before[1] + tuple(ids)
+            before = sent.get((request, choice), ["", (), (), ()])
+            news = text, tuple(ids), tuple({number: Logprob(-float(number), 1)} for number in ids), tuple(ids)
+            sent[request, choice] = [old + new for old, new in zip(before, news, strict=True)]
             waiting = True
             if reads:
                 await take()
