@@ -81,7 +81,7 @@ def test_structured_output(client: openai.OpenAI) -> None:
     """The mask lies across both devices: the best of what is allowed, one token after another."""
     answer = chat(client, "Say it.", max_tokens=12, extra_body={"structured_outputs": {"regex": "[ay~]{9}"}})
     [choice] = answer.choices
-    tokens, allowed = list(choice.prompt_token_ids), [ALPHABET.index(char) for char in "ay~"]
+    tokens, allowed = list(answer.prompt_token_ids), [ALPHABET.index(char) for char in "ay~"]
     for token in choice.token_ids[:9]:
         logits = REFERENCE.logits(tokens)[-1][allowed]
         best = np.sort(logits)
