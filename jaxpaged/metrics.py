@@ -162,6 +162,10 @@ class Metrics:
         """Close the record of a request that nobody waits for any more; an unknown or finished one is ignored."""
         self._finish(request_id, "abort", None, now)
 
+    def fail_request(self, request_id: str, now: float) -> None:
+        """Close the record of a request of which a choice has failed, whatever the others do; otherwise as above."""
+        self._finish(request_id, "error", None, now)
+
     def _record_tokens(self, live: "_Live", choice: int, count: int, cached_tokens: int, now: float) -> None:
         if not live.generated:
             self._prompt_tokens += live.prompt_tokens

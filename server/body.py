@@ -70,7 +70,7 @@ class BodyReader:
             request = kind.model_validate_json(body)
         except ValidationError as error:
             raise _explain(error) from None
-        for name in request.model_extra or ():
+        for name in _unknown_fields(request):
             if name not in NOT_SUPPORTED and name not in _IGNORED and name not in self._unknown \
                     and len(self._unknown) < MAX_UNKNOWN_FIELDS_LOGGED:
                 self._unknown.add(name)
@@ -81,6 +81,16 @@ class BodyReader:
             logger.warning("%s is an old name: use structured_outputs", old[0])
         request.check(self._limits)
         return request
+
+
+def _unknown_fields(model: BaseModel, prefix: str = "") -> list[str]:
+    """Also those of objects within, as `stream_options.name`."""
+    names = [prefix + name for name in model.model_extra or ()]
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            names += _unknown_fields(value, f"{prefix}{name}.")
+    return names
 
 
 def _check_structure(body: bytes, limits: HttpLimits) -> None:

@@ -242,6 +242,7 @@ class EngineClient:
         for output in done.outputs:
             stream = self._streams[output.request_id]
             if output.request_id in done.errors:
+                self._metrics.fail_request(output.request_id, now)
                 stream.fail(RequestFailedError(done.errors[output.request_id]))
             elif not stream.put(output):
                 overrun.add(stream)

@@ -392,6 +392,14 @@ def test_shutting_down_frees_the_model(model_path: Path) -> None:
     assert not large_arrays(before)
 
 
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """Python's own handler, which it does not install where it was started with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def in_third_step(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     """Let something happen in the middle of the third step from now on."""
     dispatch, calls = ModelRunner.dispatch, list[int]()
@@ -405,6 +413,7 @@ def in_third_step(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) 
     monkeypatch.setattr(ModelRunner, "dispatch", disturbed)
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the call, but not in the middle of a step: then blocks that nobody has written would count as cached."""
     prompts = [random_prompt(20, number) for number in range(6)]
@@ -418,6 +427,7 @@ def test_ctrl_c_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     check_greedy(outputs)
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_a_step_that_fails_is_the_end_of_an_llm(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C, which does not wait, too. The memory is free again, and each further call says why."""
     before = large_arrays()

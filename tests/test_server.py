@@ -306,6 +306,17 @@ def test_chats_that_cannot_work(http: httpx.Client, messages: Any) -> None:
     refused(http.post("/v1/chat/completions", json={"messages": messages}), param="messages")
 
 
+def test_nothing_that_a_message_names_is_fetched(http: httpx.Client) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        refused(http.post("/v1/chat/completions", json={"messages": image}), param="messages")
+        post(http, "/v1/chat/completions", messages=[{"role": "user", "content": f"![look]({url})"}], max_tokens=2)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
 def test_empty_content_is_fine(http: httpx.Client) -> None:
     post(http, "/v1/chat/completions", messages=[{"role": "user", "content": ""}], max_tokens=1)
 

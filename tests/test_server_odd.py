@@ -210,7 +210,7 @@ def test_logits_that_are_not_finite_fail_only_their_request(server: LiveServer, 
         for other in others:
             assert REFERENCE.error(prompt, other.result()["token_ids"], 20) is None
     assert answer.status_code == 500 and "not finite" in answer.json()["error"]["message"]
-    assert server.metrics()["vllm:request_success_total error"] == before + 1
+    server.wait_for(lambda: server.metrics()["vllm:request_success_total error"] == before + 1, 10)
     if path == COMPLETIONS and "best_of" not in body and "prompt_logprobs" not in body:
         with httpx.stream("POST", server.url + path, json={"prompt": bad, **body, "stream": True}) as streamed:
             lines = [line.removeprefix("data: ") for line in streamed.iter_lines() if line]

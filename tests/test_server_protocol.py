@@ -157,11 +157,13 @@ def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     reader = BodyReader(HttpLimits())
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            reader.read(CompletionRequest, b'{"prompt":"x","frobnicate":1,"user":"me","tools":null}')
+            reader.read(CompletionRequest, b'{"prompt":"x","frobnicate":1,"user":"me","tools":null,"stream":true,'
+                                           b'"stream_options":{"include_usage":true,"include_weather":true}}')
         for number in range(1000):
             reader.read(CompletionRequest, b'{"field%d": 1}' % number)
     lines = [record.getMessage() for record in caplog.records]
     assert sum("frobnicate" in line for line in lines) == 1
+    assert sum("'stream_options.include_weather'" in line for line in lines) == 1
     assert len(lines) <= 100
 
 
