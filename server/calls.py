@@ -1,6 +1,5 @@
 """One call's outputs on their way from the engine into an answer."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -67,15 +66,15 @@ class Call:
             include_usage: end with a chunk of the usage.
             continuous_usage: tell the usage so far in every chunk.
         """
+        if keep_alive is not None:
+            self._stream.wake_every(keep_alive)
         try:
             opened: set[int] = set()
             unfinished = len(self._requests)
             while unfinished:
                 events: list[str] = []
-                try:
-                    async with asyncio.timeout(keep_alive):
-                        outputs = await self._stream.get()
-                except TimeoutError:
+                outputs = await self._stream.get()
+                if not outputs:
                     yield _KEEP_ALIVE
                     continue
                 for output in outputs:

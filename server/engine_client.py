@@ -149,7 +149,7 @@ class EngineClient:
         self._unfinished -= stream.admitted
         self._admitted.discard(stream)
         stream.admitted = 0
-        stream.closed = True
+        stream.close()
         stream.fail(StreamClosedError("nobody waits for this request any more"))
 
     def fail_all(self, error: Exception) -> None:
