@@ -60,7 +60,7 @@ def _grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
     limits.at_most(_PARAM, "characters of a grammar", len(wanted.grammar), "max_grammar_chars")
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(wanted.grammar))
-    except Exception:
+    except Exception:  # whatever a converter and a parser of foreign text may raise: the client gets a 400
         raise _bad("grammar is neither a Lark nor a GBNF grammar") from None
 
 
