@@ -75,11 +75,12 @@ class CompiledProgram:
 def compile_programs(
     programs: "ProgramSet", names: Sequence["ProgramName"], jobs: int, small: Sequence["ProgramSet"] = ()
 ) -> dict["ProgramName", CompiledProgram]:
-    """Compile programs on several threads, with a progress bar.
+    """Compile programs on several threads, with a progress bar; each anew, so that it can be stored.
 
     Args:
         small: the same programs for a model of one layer and of two; from those kernels are counted, on a GPU.
     """
+    import jax
     from tqdm import tqdm
 
     from jaxpaged.execution import aot
@@ -92,7 +93,8 @@ def compile_programs(
         return CompiledProgram(executable, seconds, aot.analyse(executable), *counted)
 
     done: dict[ProgramName, CompiledProgram] = {}
-    # What the cache has read back cannot be written down again.
+    # What the cache has read back cannot be written down again, and JAX may hold some of that in memory.
+    jax.clear_caches()
     with (aot.no_persistent_cache(), ThreadPoolExecutor(jobs) as threads,
           tqdm(total=len(names), desc="Compiling programs", unit="program") as bar):
         work = {threads.submit(one, name): name for name in names}

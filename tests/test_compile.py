@@ -77,6 +77,17 @@ def test_an_engine_takes_its_programs_from_the_store(model: Path, store: Path,
     assert "forward" in traced, "the test does not see what is traced"
 
 
+def test_a_store_made_after_an_engine_that_took_its_programs_from_the_cache(
+        model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """XLA loads a program that was written down twice, and fails when it first runs."""
+    for _ in range(2):
+        jax.clear_caches()  # the second finds all in the cache on disk
+        Engine(EngineConfig.from_kwargs(model=str(model), num_gpu_blocks_override=17, **ARGS)).shutdown()
+    assert main([str(model / "config.json"), "--device", "cpu", *FLAGS, "--out", str(tmp_path / "store")]) == 0
+    traced, warnings = start(model, tmp_path / "store", caplog)
+    assert not traced and not warnings
+
+
 def test_a_store_of_something_else_is_refused_with_one_warning(model: Path, store: Path, tmp_path: Path,
                                                                caplog: pytest.LogCaptureFixture) -> None:
     for changes, what in (({"max_num_seqs": 1}, "shape"), ({"cpu_attention": "xla"}, "native_kernels")):
