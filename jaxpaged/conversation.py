@@ -1,13 +1,17 @@
 """Conversations in OpenAI's form: checked, and brought into the form that chat templates read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpaged.errors import NotSupportedError, RequestError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_SUPPORTED = ("function_call", "audio", "refusal")  # dropped, they would be missing in the prompt
+_FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls", *_NOT_SUPPORTED}
+_PART_FIELDS = {"type", "text"}
+_CALL_FIELDS = {"id", "type", "function", "index"}  # some clients send back the index of a streamed call
+_FUNCTION_FIELDS = {"name", "arguments"}
 
 
 def normalise_messages(messages: object) -> list[dict[str, Any]]:
@@ -23,6 +27,23 @@ def normalise_messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list of at least one message", param="messages")
     return [_normalise_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+
+
+def unknown_message_fields(messages: Sequence[object]) -> list[str]:
+    """Names of the fields that `normalise_messages` leaves out, as `messages[].content[].name`; each once."""
+    found: dict[str, None] = {}
+
+    def look(where: str, items: object, known: set[str]) -> list[Mapping[str, Any]]:
+        objects = [item for item in items if isinstance(item, Mapping)] if isinstance(items, (list, tuple)) else []
+        for item in objects:
+            found.update((f"{where}.{key}", None) for key in item if key not in known and item[key] is not None)
+        return objects
+
+    for message in look("messages[]", messages, _FIELDS):
+        look("messages[].content[]", message.get("content"), _PART_FIELDS)
+        for call in look("messages[].tool_calls[]", message.get("tool_calls"), _CALL_FIELDS):
+            look("messages[].tool_calls[].function", [call.get("function")], _FUNCTION_FIELDS)
+    return list(found)
 
 
 def _normalise_message(where: str, message: object) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from jaxpaged.server.echo import Echo
 from jaxpaged.server.embedding_route import EmbeddingRequest, embedding_answer
 from jaxpaged.server.engine_client import EngineClient
 from jaxpaged.server.engine_state import engine_state
-from jaxpaged.server.error_answers import to_json
+from jaxpaged.server.error_answers import BodyTimeoutError, to_json
 from jaxpaged.server.logprob_shapes import LogprobShape
 from jaxpaged.server.output_stream import OutputStream
 from jaxpaged.server.page import page_response
@@ -79,10 +79,13 @@ class Api:
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._page = page_response()
         self._refusal: str | None = None
+        self._reading: set[asyncio.Timeout] = set()  # of bodies that are not all there yet
 
     def refuse(self, reason: str) -> None:
-        """Answer 503 to all new work from now on."""
+        """Answer 503 to all new work from now on, also to what has been sent in part."""
         self._refusal = reason
+        for deadline in self._reading:
+            deadline.reschedule(0.0)
 
     def close(self) -> None:
         """End the threads."""
@@ -279,7 +282,17 @@ class Api:
         return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, run))
 
     async def _read_body(self, request: Request) -> bytes:
-        return await read_body(request, self.config.limits.max_request_bytes, self.config.body_timeout)
+        seconds = self.config.body_timeout
+        deadline = asyncio.timeout(seconds)
+        try:
+            async with deadline:
+                self._reading.add(deadline)
+                return await read_body(request, self.config.limits.max_request_bytes)
+        except TimeoutError:
+            self._check_serving()  # `refuse` ends the waiting, too
+            raise BodyTimeoutError(f"the request body did not come within {seconds:g} s (--body-timeout)") from None
+        finally:
+            self._reading.discard(deadline)
 
     def _logprob_shape(self, chat: bool, params: SamplingParams) -> LogprobShape | None:
         if params.logprobs is None:

@@ -13,14 +13,13 @@ from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.server.api import Api
 from jaxpaged.server.body import Body
 from jaxpaged.server.embedding_route import EmbeddingRequest
-from jaxpaged.server.error_answers import error_body, error_json, error_status
+from jaxpaged.server.error_answers import RETRY_AFTER_SECONDS, error_body, error_json, error_status
 from jaxpaged.server.gate import Gate
 from jaxpaged.server.output_stream import RequestFailedError, StreamClosedError
 from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
 from jaxpaged.server.responses import json_response, server_error
 from jaxpaged.server.token_routes import DetokenizeRequest, TokenizeRequest
 
-RETRY_AFTER_SECONDS = "1"
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 
 
@@ -63,12 +62,14 @@ def make_app(api: Api) -> FastAPI:
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     status = error_status(error)
-    headers = {503: {"retry-after": RETRY_AFTER_SECONDS}, 408: {"connection": "close"}}.get(status)
+    headers = {503: {"retry-after": str(RETRY_AFTER_SECONDS)}, 408: {"connection": "close"}}.get(status)
     return json_response(error_body(error), status, headers)
 
 
 async def _on_server_error(request: Request, error: Exception) -> Response:
-    return json_response(server_error(error), 503 if isinstance(error, EngineDeadError) else 500)
+    if isinstance(error, EngineDeadError):  # of the body some may still be on its way
+        return json_response(server_error(error), 503, {"connection": "close"})
+    return json_response(server_error(error), 500)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -1,10 +1,12 @@
 """Request bodies: bytes to checked fields, and what is said about those that cannot be read."""
 
 import logging
+import math
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jaxpaged.conversation import unknown_message_fields
 from jaxpaged.errors import RequestError
 from jaxpaged.flags import flag_of
 from jaxpaged.server.http_limits import HttpLimits
@@ -70,6 +72,10 @@ class BodyReader:
             request = kind.model_validate_json(body)
         except ValidationError as error:
             raise _explain(error) from None
+        if b"NaN" in body or b"Infinity" in body:  # perhaps in a string; pydantic reads them as numbers, too
+            for name, value in request:
+                if not _is_finite(value):
+                    raise RequestError(f"{name} holds a number that JSON does not have", param=name)
         for name in _unknown_fields(request):
             if name not in NOT_SUPPORTED and name not in _IGNORED and name not in self._unknown \
                     and len(self._unknown) < MAX_UNKNOWN_FIELDS_LOGGED:
@@ -85,12 +91,22 @@ class BodyReader:
 
 def _unknown_fields(model: BaseModel, prefix: str = "") -> list[str]:
     """Also those of objects within, as `stream_options.name`."""
-    names = [prefix + name for name in model.model_extra or ()]
+    names = [prefix + name for name, value in (model.model_extra or {}).items() if value is not None]
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
             names += _unknown_fields(value, f"{prefix}{name}.")
+        elif name == "messages" and value:
+            names += unknown_message_fields(value)
     return names
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, list) or all(map(_is_finite, value))
 
 
 def _check_structure(body: bytes, limits: HttpLimits) -> None:

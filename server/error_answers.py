@@ -5,6 +5,9 @@ import json
 from jaxpaged.errors import ContextLengthError, OverloadedError, RequestError
 
 
+RETRY_AFTER_SECONDS = 1
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds the limit."""
 

@@ -3,6 +3,10 @@
 import asyncio
 from typing import Literal
 
+from starlette.types import Receive, Scope, Send
+
+from jaxpaged.server.error_answers import RETRY_AFTER_SECONDS, error_json
+
 
 def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"]:
     """What uvicorn should use. h11 limits the size of a head itself, as uvicorn tells it to."""
@@ -12,10 +16,17 @@ def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"
         return "h11"
 
     class BoundedHead(HttpToolsProtocol):
-        """Closes connections whose request line and headers exceed the limit, complete or not."""
+        """Closes connections whose request line and headers exceed the limit, complete or not.
+
+        Too many connections get an error object, where uvicorn's own answer is plain text.
+        """
 
         _arrived = 0  # bytes since the last message's end
         _in_head = _too_long = False
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._most, self.limit_concurrency = self.config.limit_concurrency, None
 
         def data_received(self, data: bytes) -> None:
             self._arrived += len(data)
@@ -33,6 +44,10 @@ def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"
             if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > max_head_bytes:
                 self._too_long = True
                 raise ValueError("the head is too long")  # the parser stops, and uvicorn answers 400
+            self.app = self.config.loaded_app
+            if self._most is not None and max(len(self.connections), len(self.tasks)) >= self._most:
+                self.app = _too_many_connections
+                self.logger.warning("refusing a request: %d connections are open", len(self.connections))
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
@@ -45,3 +60,11 @@ def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"
             super().send_400_response(msg)
 
     return BoundedHead
+
+
+async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
+    body = error_json("too many connections (--max-connections); try again later", "overloaded_error")
+    await send({"type": "http.response.start", "status": 503, "headers": [
+        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
+        (b"retry-after", str(RETRY_AFTER_SECONDS).encode()), (b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": body})

@@ -9,15 +9,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxpaged.errors import EngineDeadError
-from jaxpaged.server.error_answers import BodyTimeoutError, BodyTooLargeError, MediaTypeError, error_json
+from jaxpaged.server.error_answers import BodyTooLargeError, MediaTypeError, error_json
 
 
-async def read_body(request: Request, limit: int, timeout: float) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
     """The body, of at most `limit` bytes; memory stays bounded whatever the client announces or sends.
 
     Raises:
         BodyTooLargeError: as soon as that is known.
-        BodyTimeoutError: it has not come within `timeout` seconds.
         MediaTypeError: a content type or encoding other than plain JSON.
     """
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -30,15 +29,11 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise too_large
     parts, size = [], 0
-    try:
-        async with asyncio.timeout(timeout):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise too_large
-                parts.append(part)
-    except TimeoutError:
-        raise BodyTimeoutError(f"the request body did not come within {timeout:g} s (--body-timeout)") from None
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
     return b"".join(parts)
 
 

@@ -171,7 +171,9 @@ def test_more_connections_than_allowed(server: LiveServer) -> None:
             stack.enter_context(connect(server))
         raw = stack.enter_context(connect(server))
         raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert read_all(raw).startswith(b"HTTP/1.1 503 ")
+        answer = read_all(raw)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1\r\n" in answer
+        assert "--max-connections" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200, 10)
 
 

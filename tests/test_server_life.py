@@ -82,13 +82,18 @@ def gone(server: LiveServer) -> bool:
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(start: Any) -> None:
     server = start().wait_ready()
-    with long_stream(server) as lines:
+    host, port = server.url.removeprefix("http://").split(":")
+    with long_stream(server) as lines, socket.create_connection((host, int(port)), timeout=30) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                     b'content-length: 100\r\n\r\n{"prompt"')
         for number in (signal.SIGINT, signal.SIGTERM):  # terminals and supervisors signal all processes of a service
             server.engine.send_signal(number)
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 2)
         refused = complete(server)
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        answer = b"".join(iter(lambda: half.recv(65536), b""))  # nobody waits for the rest of what came in part
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting down" in answer
         assert is_complete(lines)
     assert server.process.wait(20) == 0
     assert gone(server) and "Traceback" not in server.log

@@ -46,7 +46,8 @@ def params(kind: Any = CompletionRequest, default: int | None = 16, **fields: An
 
 @pytest.mark.parametrize("body", [
     b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff", b'{"prompt":"\xff"}', b'{"prompt":"\\ud800"}', b"{'a':1}",
-    b'{"prompt":' + b"[" * 100_000, b'{"seed":' + b"9" * 10_000 + b"}",
+    b'{"prompt":' + b"[" * 100_000, b'{"seed":' + b"9" * 10_000 + b"}", b'{"user":NaN}',
+    b'{"metadata":{"a":[-Infinity]}}',
 ])
 def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
@@ -159,11 +160,19 @@ def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
         for _ in range(3):
             reader.read(CompletionRequest, b'{"prompt":"x","frobnicate":1,"user":"me","tools":null,"stream":true,'
                                            b'"stream_options":{"include_usage":true,"include_weather":true}}')
+            reader.read(ChatCompletionRequest, json.dumps({"messages": [
+                {"role": "assistant", "content": [{"type": "text", "text": "x", "cache_control": {}}], "refusal": None,
+                 "annotations": [], "audio": None, "weight": None, "tool_calls": [
+                     {"id": "a", "type": "function", "index": 0, "extra": 1,
+                      "function": {"name": "f", "arguments": "{}", "strict": True}}]}] * 2}).encode())
         for number in range(1000):
             reader.read(CompletionRequest, b'{"field%d": 1}' % number)
     lines = [record.getMessage() for record in caplog.records]
     assert sum("frobnicate" in line for line in lines) == 1
-    assert sum("'stream_options.include_weather'" in line for line in lines) == 1
+    for name in ("stream_options.include_weather", "messages[].annotations", "messages[].content[].cache_control",
+                 "messages[].tool_calls[].extra", "messages[].tool_calls[].function.strict"):
+        assert sum(f"'{name}'" in line for line in lines) == 1, name
+    assert not any("refusal" in line or "audio" in line or "weight" in line for line in lines)
     assert len(lines) <= 100
 
 
