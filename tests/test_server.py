@@ -270,8 +270,7 @@ def test_many_streams_at_once_are_each_complete(http: httpx.Client, server: Live
 
 
 @pytest.mark.parametrize("body", [
-    b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": "a", "user": NaN}',
-    '{"prompt": "a"}'.encode("utf-16"),
+    b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000, '{"prompt": "a"}'.encode("utf-16"),
     '{"prompt": "a"}'.encode("utf-16-le"), b'{"prompt": "a"}{}', b'{"prompt": "a\0"}', b'{"prompt": "\\udfff"}',
 ], ids=lambda body: body[:20])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
