@@ -35,6 +35,9 @@ class Choice:
         self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
                              if tokenizer else None)
         self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        # A special token that the text does not show still ends it where its text is a stop string.
+        self._hidden_stops: dict[int, str] = {} if tokenizer is None or not params.skip_special_tokens else {
+            number: text for text in params.stop_strings if (number := tokenizer.special_id(text)) is not None}
         self._min_tokens = params.min_tokens
         self._tells_logprobs = params.logprobs is not None
         self._decoded = tokenizer.token_text if tokenizer else None
@@ -75,14 +78,25 @@ class Choice:
             if self._tells_logprobs:
                 self._text_offsets.append(self._text_length)
             ends = self.num_tokens + number > self._min_tokens  # before that no stop string counts
+            if ends and token_id in self._hidden_stops:
+                self._finish_text(stops, detokenizer, ends)
+                if self.finish_reason is None:
+                    self.finish_reason, self._stop_reason = "stop", self._hidden_stops[token_id]
+                return number
             if self._watch(stops, detokenizer.add((token_id,)), ends):
                 return number
         if last:
             ends = self.num_tokens + len(ids) > self._min_tokens
-            if self._watch(stops, detokenizer.finish(), ends):
+            if self._finish_text(stops, detokenizer, ends):
                 return len(ids)
-            self._texts.append(stops.release() if stops else "")
         return None
+
+    def _finish_text(self, stops: StopStrings | None, detokenizer: IncrementalDetokenizer, ends: bool) -> bool:
+        """Add all text that is still held back; True if a stop string ends it."""
+        found = self._watch(stops, detokenizer.finish(), ends)
+        if not found and stops is not None:
+            self._texts.append(stops.release())
+        return found
 
     def _take_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids

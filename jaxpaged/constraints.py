@@ -136,5 +136,5 @@ class Constraints:
         ends = sorted(tokenizer.eos_token_ids.union(self._eos))
         special = [token for token in range(count) if tokenizer.is_special(token)]
         vocabulary = Vocabulary([tokenizer.token_bytes(token) for token in range(count)], special, ends,
-                                lambda text: tokenizer.encode(text, add_special_tokens=False))
+                                tokenizer.encode_further)
         return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=ends)  # type: ignore[arg-type]

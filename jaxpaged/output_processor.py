@@ -68,7 +68,8 @@ class OutputProcessor:
 
     Where a text ends at a stop string, its token ids end with the token whose text completed that string. An end token
     or a stop token is the last of the token ids and no part of the text, unless it is one of `stop_token_ids` and
-    `include_stop_str_in_output` is set.
+    `include_stop_str_in_output` is set. A stop string that is a special token's text ends the text at that token, also
+    where special tokens are not shown.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

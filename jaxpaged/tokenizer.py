@@ -48,6 +48,7 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self._added = {token.content: token for token in added.values()}
         self._special = {number: token.content for number, token in added.items() if token.special}
+        self._special_ids = {text: number for number, text in self._special.items()}
         self.byte_rule = find_byte_rule(self.backend)
         self.max_token_chars = find_max_token_chars(self.backend, self.byte_rule, added.values())
         self.render_chat_template: Renderer | None = None
@@ -68,6 +69,15 @@ class Tokenizer:
         """
         return self._with_one_bos(self._encode(self.backend, text, add_special_tokens), add_special_tokens)
 
+    def encode_further(self, text: str) -> list[int]:
+        """Ids of plain text that goes on where another one has ended: without the space that some put before a text,
+        and with nothing special in it."""
+        backend, opening = self.backend, self._opening
+        if self._special_pattern.search(text):
+            with self._lock:
+                backend, _, _ = self._literal
+        return self._encode(backend, opening + text, False)[len(self._encode(backend, opening, False)):]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Turn ids into text in one go; ids without a token count as nothing."""
         if len(ids) < _LONG:
@@ -78,6 +88,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether this is a special token, which `skip_special_tokens` hides."""
         return token_id in self._special
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written so, None where there is none."""
+        return self._special_ids.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to a text; several tokens may share the bytes of one character.
@@ -157,6 +171,13 @@ class Tokenizer:
             if name in RESERVED or name in self.hf.special_tokens_map:
                 raise RequestError(f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
         return given
+
+    @cached_property
+    def _opening(self) -> str:
+        """What a text may begin with so that its rest is encoded as by itself in the middle of another: nothing, or a
+        character that no vocabulary joins with others."""
+        bare = b"".join(map(self.token_bytes, self._encode(self.backend, "a", False))) == b"a"
+        return "" if bare else "\x02"
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:

@@ -232,6 +232,22 @@ def test_a_stop_token_shows_on_request() -> None:
     assert text(END, include_stop_str_in_output=True, skip_special_tokens=False) == "ab<|end|>"
 
 
+@pytest.mark.parametrize(("ids", "params", "text", "count"), [
+    ("a*b", {}, "a", 2), ("ab*", {"stop": ["bc", "<|end|>"]}, "ab", 3),
+    ("*a", {"include_stop_str_in_output": True}, "", 1),
+    ("a*b*", {"min_tokens": 3}, "ab", 4), ("abc*", {"stop": ["bc", "<|end|>"]}, "a", 3),
+    ("a*b", {"skip_special_tokens": False}, "a", 2),
+    ("a*b", {"skip_special_tokens": False, "include_stop_str_in_output": True}, "a<|end|>", 2),
+])
+def test_a_stop_string_that_is_a_special_tokens_text(ids: str, params: dict[str, Any], text: str, count: int) -> None:
+    """`*` stands for the token; hidden, it ends the text all the same and takes nothing of it along."""
+    run = Run(**{"stop": "<|end|>", "output_kind": RequestOutputKind.DELTA, **params})
+    run.feed_each([END if char == "*" else letters(char)[0] for char in ids + "xyz"])
+    assert "".join(run.deltas) == text
+    assert run.choice.finish_reason == "stop" and run.choice.stop_reason in ("<|end|>", "bc") and run.aborted
+    assert sum(len(output.outputs[0].token_ids) for output in run.outputs) == count
+
+
 def test_an_end_token_releases_what_was_withheld() -> None:
     run = Run(stop="bcd", output_kind=RequestOutputKind.DELTA)
     run.feed_each([*letters("abc"), END], "stop")

@@ -203,6 +203,14 @@ def test_sentencepiece_by_hand() -> None:
     assert bare.decode(SENTENCEPIECE.encode("hello", False)) == " hello"
 
 
+@pytest.mark.parametrize("tokenizer", [SENTENCEPIECE, BYTE_LEVEL, wrap(byte_level_metadata("tekken"))])
+@pytest.mark.parametrize("text", ["the", " the", "  the ", "ld hello", "</s>the", "<|end|>", "\n", ""])
+def test_text_that_goes_on_gets_neither_a_space_nor_special_tokens(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode_further(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    assert not any(map(tokenizer.is_special, ids))
+
+
 def test_merges_in_the_file_win_over_scores() -> None:
     few = wrap(sentencepiece_metadata(**{"tokenizer.ggml.merges": ["▁ t", "h e"]}))
     assert [few.token_bytes(number) for number in few.encode("the", False)] == [b" t", b"he"]

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, as GGUF metadata and as wrapped objects."""
+"""Small tokenizers of the kinds that models have, as GGUF metadata, as wrapped objects and in Hugging Face's files."""
 
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,14 @@ def wrap(metadata: dict[str, Any], decoder: decoders.Decoder | None = None) -> T
     hf = PreTrainedTokenizerFast(tokenizer_object=found.backend, chat_template=found.chat_template,
                                  **found.special_tokens)
     return Tokenizer(hf, found.end_ids)
+
+
+def metaspace(metadata: dict[str, Any]) -> Tokenizer:
+    """A SentencePiece vocabulary as many tokenizer.json files read and write it, without bytes."""
+    found = wrap(metadata, decoders.Metaspace(prepend_scheme="first"))
+    found.backend.normalizer = None
+    found.backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return found
 
 
 def wordpiece() -> Tokenizer:
