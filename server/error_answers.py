@@ -4,7 +4,6 @@ import json
 
 from jaxpaged.errors import ContextLengthError, OverloadedError, RequestError
 
-
 RETRY_AFTER_SECONDS = 1
 
 
