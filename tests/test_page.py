@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     model = write_scripted_model(folder / "model", SCRIPTS, endless=["loop"], context=8192)
     with LiveServer(folder / "log", str(model), "--served-model-name", "m", "alias", "--max-num-seqs", "4",
                     "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "600", "--api-key", "sesame",
-                    "--reasoning-parser", "qwen3", "--enable-reset-prefix-cache") as live:
+                    "--reasoning-parser", "qwen3", "--enable-reset-prefix-cache", "--swap-space", "0.01") as live:
         yield live.wait_ready()
 
 
@@ -214,23 +214,60 @@ def test_the_pool_is_drawn_block_by_block(page: Page, server: LiveServer) -> Non
     page.wait(lambda: page.find("#pool")[0].get_attribute("aria-label") == label)
     assert page.text("#legend li") == [f"{name} {expected[name]}" for name in (
         "free", "owned", "shared", "cached", "swapped")]
-    for scheme in ("light", "dark"):
+    for _ in schemes(page):
+        check_picture(page)
+        assert _contrast(page, "#prompt") > 7 and _contrast(page, "#about") > 4.5 and _contrast(page, "#send") > 4.5
+
+
+def test_swapped_blocks_are_drawn_beside_the_pool(page: Page, server: LiveServer, shots: Path) -> None:
+    """Of two long prompts, of which the pool holds one; beside two choices that run on behind a prompt of theirs."""
+    httpx.post(f"{server.url}/reset_prefix_cache", headers=KEY)
+    for letter in "yz":
+        assert chat(server, messages=[{"role": "user", "content": letter * 6000}], max_tokens=1).status_code == 200
+    server.wait_for(lambda: state(server)["blocks"]["swapped"] > 100, 10)
+    body = {"messages": [{"role": "user", "content": "x" * 200}], "chat_template_kwargs": {"script": "loop"},
+            "max_tokens": 4000, "n": 2, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", headers=KEY, json=body, timeout=60):
+        page.wait(lambda: all(numbers(page)[kind] for kind in ("owned", "shared", "cached", "swapped")))
+        for scheme in schemes(page):
+            check_picture(page)
+            page.browser.save_screenshot(str(shots / f"swapped-{scheme}.png"))
+    httpx.post(f"{server.url}/reset_prefix_cache", headers=KEY)
+    page.wait(lambda: numbers(page)["swapped"] == 0)
+
+
+def schemes(page: Page) -> Iterator[str]:
+    for scheme in ("dark", "light"):
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {
             "features": [{"name": "prefers-color-scheme", "value": scheme}]})
         time.sleep(0.3)
-        counts = page.browser.execute_script("""
-            const canvas = document.getElementById("pool"), pen = canvas.getContext("2d");
-            const pixels = pen.getImageData(0, 0, canvas.width, canvas.height).data, counts = {};
-            for (let place = 0; place < pixels.length; place += 4) {
-              if (pixels[place + 3] === 255) {
-                const name = [...pixels.slice(place, place + 3)].join();
-                counts[name] = (counts[name] || 0) + 1;
-              }
-            }
-            return Object.values(counts).sort((a, b) => a - b);""")
-        small, large = counts[-2:]  # two colours, in the proportion of the cached and the free blocks
-        assert abs(small / large - expected["cached"] / expected["free"]) < 0.2 * expected["cached"] / expected["free"]
-        assert _contrast(page, "#prompt") > 7 and _contrast(page, "#about") > 4.5 and _contrast(page, "#send") > 4.5
+        yield scheme
+
+
+def numbers(page: Page, label: str | None = None) -> dict[str, int]:
+    """Blocks of each kind, as the picture's label has them."""
+    label = label or page.find("#pool")[0].get_attribute("aria-label")
+    return {kind: int(count) for count, kind in re.findall(r"(\d+) ([a-z]+)", label)}
+
+
+def check_picture(page: Page) -> None:
+    """Each kind has as much of the picture, in its colour, as it has of the blocks."""
+    label, pixels = page.browser.execute_script("""
+        const canvas = document.getElementById("pool"), pen = canvas.getContext("2d"), counts = {};
+        const data = pen.getImageData(0, 0, canvas.width, canvas.height).data;
+        for (let place = 0; place < data.length; place += 4) {
+          if (data[place + 3] === 255) {
+            const name = [...data.slice(place, place + 3)].join();
+            counts[name] = (counts[name] || 0) + 1;
+          }
+        }
+        const style = getComputedStyle(document.documentElement);
+        const pixels = ["free", "owned", "shared", "cached", "swapped"].map((kind) => [kind, counts[
+          style.getPropertyValue("--" + kind).match(/[0-9a-f]{2}/g).map((hex) => parseInt(hex, 16)).join()] || 0]);
+        return [canvas.getAttribute("aria-label"), Object.fromEntries(pixels)];""")
+    blocks = numbers(page, label)
+    assert pixels == {kind: pytest.approx(count / sum(blocks.values()) * sum(pixels.values()), rel=0.2)
+                      for kind, count in blocks.items()}
 
 
 def _contrast(page: Page, selector: str) -> float:
