@@ -117,8 +117,8 @@ def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) 
     cut = source.define(source.config.replace(num_layers=layers), plan.partition)
     programs = ProgramSet(
         cut.graph, cut.shapes, cut.config, replace(plan.cache, num_layers=layers), plan.shape, axes=cut.axes,
-        placement=Placement.of(device.devices, plan.partition), vocab_size=cut.vocab_size, platform=device.platform,
-        gpu_attention=config.gpu_attention)
+        placement=Placement.of(device.devices, plan.partition), vocab_size=cut.vocab_size, dtype=plan.dtype,
+        platform=device.platform, gpu_attention=config.gpu_attention)
     return programs, plan
 
 

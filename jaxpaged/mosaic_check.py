@@ -86,14 +86,14 @@ def failure_of(case: Case, seconds: float = MOST_SECONDS, program: Sequence[str]
 
 
 def settle_gpu_attention(
-    wanted: str, model: ModelConfig, page_size: int, cache_dtype: jnp.dtype, device: DeviceInfo,
+    wanted: str, model: ModelConfig, page_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype, device: DeviceInfo,
     find_failure: Callable[[Case], str | None] = failure_of,
 ) -> str:
     """`wanted` of --gpu-attention, or "triton" where it leaves the choice and Mosaic GPU fails on the device."""
     if wanted != "auto" or device.platform != "cuda":
         return wanted
     target = GpuTarget.of(device.devices[0], wanted, sharded=len(device.devices) > 1)
-    if not uses_mosaic(target, model, cache_dtype):
+    if not uses_mosaic(target, model, dtype, cache_dtype):
         return wanted
     failure = find_failure(Case.of(model, page_size, cache_dtype))
     if failure is None:
@@ -126,7 +126,8 @@ def _largest_error(case: Case, window: int | None, target: GpuTarget) -> float:
     for index, (context, new) in enumerate(pieces):
         slot[rows : rows + new], position[rows : rows + new] = index, np.arange(context - new, context)
         rows += new
-    tiles = paged_attention.choose_tiles(target, TOKENS, case.group, case.head_dim, jnp.dtype(case.dtype))
+    dtype = jnp.dtype(case.dtype)
+    tiles = paged_attention.choose_tiles(target, TOKENS, case.group, case.head_dim, dtype, dtype)
     assert tiles.mosaic, case
     sizes = paged_attention.work_sizes(target, tiles, TOKENS, slots, heads, case.kv_heads)
     rule = AttentionRule(case.head_dim**-0.5, window, case.softcap)

@@ -93,7 +93,8 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
         raise ConfigError("--preemption-mode swap needs memory; give --swap-space in GiB")
     config = replace(config, gpu_attention=settle_gpu_attention(
-        config.gpu_attention, model.config, config.block_size, page_dtype(config.kv_cache_dtype, model.dtype), device))
+        config.gpu_attention, model.config, config.block_size, model.dtype,
+        page_dtype(config.kv_cache_dtype, model.dtype), device))
     plan, programs = _plan_programs(config, model, device, report)
     for line in plan.memory.lines(device.kind, lengths_of_interest(plan.max_model_len)):
         report(line)
@@ -164,7 +165,7 @@ def programs_of(
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
         replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
-        placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size,
+        placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size, dtype=plan.dtype,
         platform=device.platform, native=native, gpu_attention=config.gpu_attention, store=store,
         chunk_sizes=CHUNK_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
 

@@ -68,13 +68,14 @@ class AttentionMetadata:
 
 def make_metadata(
     slot: jax.Array, position: jax.Array, block_table: jax.Array, config: ModelConfig, block_size: int, *,
-    cache_dtype: jnp.dtype | None = None, native: bool = False, target: GpuTarget | None = None,
+    dtype: jnp.dtype | None = None, cache_dtype: jnp.dtype | None = None, native: bool = False,
+    target: GpuTarget | None = None,
 ) -> AttentionMetadata:
     """Metadata of a step of T tokens; padding rows have the null slot (the table's last row) and position 0.
 
     Args:
         config: with the heads that this device has.
-        cache_dtype: of the pages; only the GPU's tiles depend on it.
+        dtype, cache_dtype: of the queries and of the pages; only the GPU's tiles depend on them.
         native: attention runs in the native CPU kernel; see `native_build.build`.
         target: the GPU, if it runs on one.
     """
@@ -85,8 +86,8 @@ def make_metadata(
     page = block_table[slot, position // block_size]
     work: GpuAttention | xla_paged_attention.WorkList | None = None
     if target is not None:
-        assert cache_dtype is not None, "the GPU's tiles depend on the dtype of the pages"
-        work = _gpu_attention(slot, position, null_slot, config, cache_dtype, target)
+        assert dtype is not None and cache_dtype is not None, "the GPU's tiles depend on the dtypes"
+        work = _gpu_attention(slot, position, null_slot, config, dtype, cache_dtype, target)
         page = jnp.where(slot == null_slot, -1, page)
     elif not native:
         work = xla_paged_attention.make_work_list(slot, position, null_slot, XLA_TILES)
@@ -102,21 +103,24 @@ def make_metadata(
     )
 
 
-def uses_mosaic(target: GpuTarget, config: ModelConfig, cache_dtype: jnp.dtype) -> bool:
+def uses_mosaic(target: GpuTarget, config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> bool:
     """Whether Mosaic GPU computes this model's attention in steps of fewer than `MANY_TOKENS` tokens."""
-    return _tiles(target, 1, config, cache_dtype).mosaic
+    return _tiles(target, 1, config, dtype, cache_dtype).mosaic
 
 
-def _tiles(target: GpuTarget, tokens: int, config: ModelConfig, cache_dtype: jnp.dtype) -> AttentionTiles:
+def _tiles(
+    target: GpuTarget, tokens: int, config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype
+) -> AttentionTiles:
     return paged_attention.choose_tiles(target, tokens, config.num_heads // config.num_kv_heads, config.head_dim,
-                                        cache_dtype, is_biased=config.alibi or config.attention_sinks)
+                                        dtype, cache_dtype, is_biased=config.alibi or config.attention_sinks)
 
 
 def _gpu_attention(
-    slot: jax.Array, position: jax.Array, null_slot: int, config: ModelConfig, cache_dtype: jnp.dtype, target: GpuTarget
+    slot: jax.Array, position: jax.Array, null_slot: int, config: ModelConfig, dtype: jnp.dtype,
+    cache_dtype: jnp.dtype, target: GpuTarget,
 ) -> GpuAttention:
     tokens, heads, kv_heads = slot.shape[0], config.num_heads, config.num_kv_heads
-    tiles = _tiles(target, tokens, config, cache_dtype)
+    tiles = _tiles(target, tokens, config, dtype, cache_dtype)
     sizes = paged_attention.work_sizes(target, tiles, tokens, null_slot, heads, kv_heads)
     windows = sorted({config.window(layer) for layer in range(config.num_layers)}, key=lambda window: window or 0)
     lists = ((window, make_work_list(slot, position, null_slot, sizes, window)) for window in windows)

@@ -26,7 +26,7 @@ from jaxpaged.pallas_kernels import mosaic_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages, most_addressable
 from jaxpaged.pallas_kernels.lowering import GpuTarget, dot, launch, load, store
-from jaxpaged.pallas_kernels.tiles import ATTENTION, MANY_TOKENS, MOSAIC, AttentionTiles
+from jaxpaged.pallas_kernels.tiles import ATTENTION, MANY_TOKENS, MOSAIC, WIDENING, AttentionTiles
 from jaxpaged.pallas_kernels.work_list import WorkList, WorkSizes, most_tiles
 
 MASKED = -1e30  # finite, so that a row with nothing to see stays finite
@@ -36,21 +36,27 @@ COMBINE_ROWS = 16
 
 
 def choose_tiles(
-    target: GpuTarget, tokens: int, group: int, head_dim: int, dtype: jnp.dtype, *, is_biased: bool = False
+    target: GpuTarget, tokens: int, group: int, head_dim: int, dtype: jnp.dtype, page_dtype: jnp.dtype, *,
+    is_biased: bool = False,
 ) -> AttentionTiles:
-    """The tiles of a step of `tokens` rows over pages of `dtype`, from the table of the GPU's generation.
+    """The tiles of a step of `tokens` rows, from the table of the GPU's generation.
 
     Args:
+        dtype, page_dtype: of the queries, and of what pages hold.
         is_biased: there is a `HeadBias`.
     """
-    if target.mosaic and tokens < MANY_TOKENS and not is_biased and mosaic_attention.supports(group, head_dim, dtype):
+    dtype, page_dtype = jnp.dtype(dtype), jnp.dtype(page_dtype)
+    if target.mosaic and tokens < MANY_TOKENS and not is_biased and dtype == page_dtype and \
+            mosaic_attention.supports(group, head_dim, dtype):
         return replace(MOSAIC, token_rows=mosaic_attention.rows_per_token(group))
-    table = ATTENTION[target.generation][jnp.dtype(dtype).itemsize]
+    if dtype == jnp.float32 and page_dtype != jnp.float32:
+        return replace(WIDENING, rows=(max(*WIDENING.rows, _power_of_two(group)),))
+    table = ATTENTION[target.generation][page_dtype.itemsize]
     tiles = table.few if tokens < MANY_TOKENS else table.many
     rows = tuple(sorted({max(count, _power_of_two(group)) for count in tiles.rows}))
     block = tiles.block if head_dim <= 128 else max(tiles.block // 2, 16)
     # With more threads than this a block of keys gives each of them less than 16 bytes to load.
-    most_warps = max(block * _power_of_two(head_dim) * jnp.dtype(dtype).itemsize // (16 * 32), 1)
+    most_warps = max(block * _power_of_two(head_dim) * page_dtype.itemsize // (16 * 32), 1)
     num_warps = min(tiles.num_warps, _power_of_two(most_warps + 1) // 2)
     return AttentionTiles(rows, block, num_warps, tiles.num_stages, tiles.programs_per_sm)
 
@@ -204,9 +210,8 @@ def _attention_kernel(
             if rule.window is not None:  # a block may show a row nothing before it has seen anything
                 weights = jnp.where(visible, weights, 0)
             total = total * fade + jnp.sum(weights, axis=1)
-            if v_scale_ref is not None:
-                weights = weights * load(v_scale_ref.at[page, kv_head, inside], real, 0)[None, :]
-            new = dot(weights.astype(compute_dtype), values.astype(compute_dtype))
+            scale = None if v_scale_ref is None else load(v_scale_ref.at[page, kv_head, inside], real, 0)
+            new = _weighted_sum(weights, values, scale, compute_dtype)
             return next_page, new_highest, total, weighted * fade[:, None] + new
 
         highest, total = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
@@ -277,6 +282,21 @@ def _combine_kernel(
         result = weighted / jnp.where(total > 0, total, 1)[:, None]
         place = ((first_row + token)[:, None], head[:, None], lane[None, :])
         store(out_ref.at[place], result.astype(out_ref.dtype), mask)
+
+
+def _weighted_sum(
+    weights: jax.Array,  # [R, C] float32, at most 1
+    values: jax.Array,  # [C, H] as stored
+    scale: jax.Array | None,  # [C] float32, of the values
+    dtype: jnp.dtype,
+) -> jax.Array:  # [R, H] float32
+    if scale is None:
+        return dot(weights.astype(dtype), values.astype(dtype))
+    if dtype != jnp.float16:
+        return dot((weights * scale[None, :]).astype(dtype), values.astype(dtype))
+    # The smallest float16 is 6e-8, and a weight times a scale may be less; beside the largest scale that is little.
+    largest = jnp.max(scale)
+    return dot((weights * (scale / largest)[None, :]).astype(dtype), values.astype(dtype)) * largest
 
 
 def _in_base_two(products: jax.Array, rule: AttentionRule) -> jax.Array:

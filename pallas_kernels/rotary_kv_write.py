@@ -149,7 +149,8 @@ def _quantized(parts: Parts, dtype: jnp.dtype) -> tuple[Parts, jax.Array]:
     """As `kv_pages.quantize`, for rows in parts."""
     wide = [(lane, part.astype(jnp.float32)) for lane, part in parts]
     highest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(part), axis=1) for _, part in wide))
-    scale = jnp.where(highest > 0, highest / LARGEST[jnp.dtype(dtype)], 1.0)
+    scale = highest / LARGEST[jnp.dtype(dtype)]
+    scale = jnp.where(scale > 0, scale, 1.0)  # it may have become zero only now
     stored = [(lane, part / scale[:, None]) for lane, part in wide]
     if jnp.issubdtype(dtype, jnp.integer):
         stored = [(lane, jnp.floor(part + 0.5)) for lane, part in stored]  # Triton has no rounding to even

@@ -61,6 +61,10 @@ ATTENTION: dict[str, dict[int, AttentionTable]] = {
 }
 
 
+# Of float32 queries over pages of less: a pipeline of loads that are converted to float32 on their way spills, so other
+# programs of the same multiprocessor have to fill the time of a load.
+WIDENING = AttentionTiles((16,), 16, 8, 1, 3)
+
 # Of `mosaic_attention`: one warp group, three blocks in shared memory, two of them under way.
 MOSAIC = AttentionTiles((64,), 64, 4, 3, 1, token_rows=8, mosaic=True)
 

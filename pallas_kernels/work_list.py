@@ -37,7 +37,7 @@ class WorkSizes:
 
     @property
     def num_partials(self) -> int:
-        """Most items of split tiles: ceil(n / C) <= 2 n / C where n > C, and all n / C add up to `num_extra`."""
+        """Most items of split tiles: n // u + 1 <= 2 (n // u) where n >= u, and all n // u add up to `num_extra`."""
         return 2 * self.num_extra
 
 
@@ -88,9 +88,10 @@ def make_work_list(
     begin = jnp.zeros_like(end) if window is None else jnp.where(tokens > 0, jnp.maximum(first - window + 1, 0), 0)
 
     length = end - begin
-    # sum(ceil(length / chunk)) <= sum(length) / chunk + tiles <= extra + tiles
-    chunk = jnp.maximum(-(-jnp.sum(length) // sizes.num_extra), sizes.least_chunk)
-    chunk = -(-chunk // sizes.least_chunk) * sizes.least_chunk
+    # In units of the least chunk, of which there are less than 2^31 where there are more tokens than that: a chunk of u
+    # cuts a tile of n whole units into at most n // u + 1, and sum(n // u) <= sum(n) / u <= extra.
+    units = jnp.sum(length // sizes.least_chunk)
+    chunk = jnp.maximum(-(-units // sizes.num_extra), 1) * sizes.least_chunk
     count = -(-length // chunk)
     last_item = jnp.cumsum(count)
     parts = jnp.where(count > 1, count, 0)

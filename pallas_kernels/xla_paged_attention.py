@@ -223,8 +223,8 @@ def _single_rows(
             highest, weights, fade = _online_softmax(highest, scores, visible[:, None])
             total = total * fade + jnp.sum(weights, axis=-1)
             value_scales = by_head(_read_scales(pages.v_scale, here))
-            if value_scales is not None:
-                values = values.astype(part.dtype)
+            if value_scales is not None:  # in float32: weights times scales may be too small for float16
+                values = values.astype(jnp.float32)
                 weights = jnp.where(visible[:, None], weights * value_scales, 0)
             new = jnp.einsum("wnc,wcd->wnd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
             return highest, total, weighted * fade[..., None] + new
@@ -285,7 +285,7 @@ def _several_rows(
             highest, weights, fade = _online_softmax(highest, scores, visible)
             total = total * fade + jnp.sum(weights, axis=-1)
             if value_scales is not None:
-                values = values.astype(part.dtype)
+                values = values.astype(jnp.float32)
                 weights = jnp.where(held, weights * value_scales[:, None], 0)
             new = jnp.einsum("kxc,ckh->kxh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
             return highest, total, weighted * fade[..., None] + new

@@ -33,7 +33,8 @@ def logits(config: ModelConfig, size: int) -> np.ndarray:
     cache = KVCacheSpec.of(config, 16, dtype)
     programs = ProgramSet(
         graph, shapes, config, cache, StepShape((TOKENS,), SLOTS, 4, 16, 5),
-        axes=axes_tree(shapes, FAMILY.weights), placement=placement, vocab_size=config.vocab_size, platform="cpu")
+        axes=axes_tree(shapes, FAMILY.weights), placement=placement, vocab_size=config.vocab_size,
+        dtype=dtype, platform="cpu")
     weights = nnx.to_pure_dict(nnx.state(FAMILY.build(config, dtype)))
     params = jax.tree.map(lambda leaf, wanted: placement.put(np.asarray(leaf), wanted), weights, programs.params)
     rows = np.zeros((4, TOKENS), np.int32)

@@ -479,8 +479,8 @@ def make_programs(num_blocks: int, native: bool) -> tuple[ProgramSet, KVCacheSpe
     shapes = jax.eval_shape(lambda: params)
     return ProgramSet(nnx.split(module)[0], shapes, module.config, cache, shape,
                       axes=axes_tree(shapes, find_family(CONFIG).weights),
-                      placement=Placement.of(jax.devices()[:1], Partition()), vocab_size=VOCAB, platform="cpu",
-                      native=NativeKernels(native, native)), cache
+                      placement=Placement.of(jax.devices()[:1], Partition()), vocab_size=VOCAB,
+                      dtype=jnp.dtype(jnp.float32), platform="cpu", native=NativeKernels(native, native)), cache
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -20,7 +20,7 @@ from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Transformer
-from jaxpaged.pallas_kernels import paged_attention, reference
+from jaxpaged.pallas_kernels import paged_attention, reference, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled, quantize
 from jaxpaged.pallas_kernels.lowering import GpuTarget
@@ -57,7 +57,8 @@ SCALE = 0.25
 @cache
 def compiled(shape: Shape, variant: Variant) -> Callable[..., Any]:
     heads = shape.kv_heads * shape.group
-    tiles = paged_attention.choose_tiles(TARGET, shape.tokens, shape.group, shape.head_dim, variant.page_dtype)
+    tiles = paged_attention.choose_tiles(TARGET, shape.tokens, shape.group, shape.head_dim, variant.dtype,
+                                         variant.page_dtype)
     sizes = paged_attention.work_sizes(TARGET, tiles, shape.tokens, shape.slots, heads, shape.kv_heads)
     sizes = replace(sizes, least_chunk=LEAST_CHUNK)
     rule = AttentionRule(SCALE, variant.window, variant.softcap)
@@ -80,8 +81,9 @@ def stored(batch: Batch, variant: Variant) -> KVPages:
     pools, scales = [], []
     for pool, contexts in ((batch.k_pool, batch.keys), (batch.v_pool, batch.values)):
         numbers, scale = quantize(jnp.asarray(np.nan_to_num(pool)), variant.page_dtype)
-        pools.append(numbers)
-        # What must not be read: scales of NaN spoil whatever they touch.
+        # What must not be read: numbers and scales of NaN spoil whatever they touch.
+        unread = jnp.nan if jnp.issubdtype(variant.page_dtype, jnp.floating) else 99
+        pools.append(jnp.where(np.isnan(pool), jnp.asarray(unread, variant.page_dtype), numbers))
         scales.append(jnp.where(np.isnan(pool).any(axis=-1), jnp.nan, scale).swapaxes(1, 2))
         for index, context in enumerate(contexts):
             numbers, scale = quantize(jnp.asarray(context), variant.page_dtype)
@@ -174,8 +176,12 @@ def test_head_and_page_sizes(head_dim: int, block_size: int) -> None:
     check(shape, [Piece(block_size - 1), Piece(block_size, 9), Piece(block_size + 1), Piece(2 * block_size + 3, 20)])
 
 
+# What rounding queries and weights to a dtype costs; results are of the size of 1.
+TOLERANCES: dict[Any, float] = {jnp.float32: 6e-6, jnp.float16: 5e-3, jnp.bfloat16: 4e-2}
+
+
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_shape(data: st.DataObject) -> None:
     """Of heads, pages and variants, and of the step."""
@@ -184,9 +190,11 @@ def test_any_shape(data: st.DataObject) -> None:
         head_dim=st.sampled_from([16, 64, 80, 96, 128, 256]), block_size=st.sampled_from([16, 32, 64, 128])))
     variant = data.draw(st.builds(
         Variant, window=st.none() | st.integers(1, 90), softcap=st.sampled_from([None, 3.0]), alibi=st.booleans(),
-        sinks=st.booleans(), page_dtype=st.sampled_from([jnp.float32, jnp.int8, jnp.float8_e4m3fn])))
+        sinks=st.booleans(), dtype=st.sampled_from(sorted(TOLERANCES, key=str)),
+        page_dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn])))
     pieces = data.draw(mixed(shape))
-    check(shape, pieces, data.draw(st.integers(0, 2**31)), variant, tolerance=6e-6)
+    check(shape, pieces, data.draw(st.integers(0, 2**31)), variant, tolerance=TOLERANCES[variant.dtype],
+          share=variant.window is None and data.draw(st.booleans()))
 
 
 VARIANTS = {
@@ -221,6 +229,28 @@ def test_dtypes(dtype: Any, page_dtype: Any, tolerance: float) -> None:
         check(shape, [Piece(33, 3), Piece(5), Piece(80), Piece(16, 2)], 3, variant, tolerance=tolerance)
     if is_scaled(page_dtype):
         check(SMALL, [Piece(70, 30), Piece(50)], 4, replace(variant, window=21, softcap=4.0), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("page_dtype", [jnp.int8, *slow(jnp.float8_e4m3fn)])
+def test_small_values_in_8_bits_are_not_lost_in_float16(page_dtype: Any) -> None:
+    """Weights times the scales of such values are near the smallest float16, on XLA's path too."""
+    pieces, size, variant = [Piece(96, 3), Piece(70)], 1e-5, Variant(dtype=jnp.float16, page_dtype=page_dtype)
+    batch = make_batch(SMALL, pieces, np.random.default_rng(6))
+    batch.q = np.asarray(0.1 * batch.q, np.float16)
+    batch.v_pool *= size
+    batch.values = [size * values for values in batch.values]
+    pages = stored(batch, variant)
+    arguments = batch.q, pages, batch.block_table, batch.slot, batch.position
+    wanted = expected(batch, pieces, SCALE)[:4]
+    for results in (compiled(SMALL, variant)(*arguments)[0], by_xla(*arguments)):
+        np.testing.assert_allclose(np.asarray(results, np.float64)[:4] / size, wanted / size, atol=2e-2)
+
+
+@partial(jax.jit, compiler_options=QUICKLY_COMPILED)
+def by_xla(q: Any, pages: Any, table: Any, slot: Any, position: Any) -> jax.Array:
+    sizes = xla_paged_attention.TileSizes()
+    work = xla_paged_attention.make_work_list(slot, position, table.shape[0] - 1, sizes)
+    return xla_paged_attention.paged_attention(q, pages, table, work, AttentionRule(SCALE), HeadBias(), sizes)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -301,6 +331,18 @@ def test_the_work_list_covers_every_context_once(pieces: list[Piece], cut: tuple
     assert all(place < sizes.num_partials for places in parts.values() for place in places)
 
 
+def test_the_work_list_of_a_prompt_of_a_million_tokens() -> None:
+    """Its tiles see more than 2^31 tokens together, and all of them are in the items."""
+    tokens, start = 2400, 1_000_000
+    sizes = WorkSizes(1, most_tiles(tokens, 1, 1), 100, 256)
+    position = start + jnp.arange(tokens, dtype=jnp.int32)
+    work = quick_work_list(jnp.zeros(tokens, jnp.int32), position, 1, sizes, None)
+    items = np.asarray(work.items, np.int64)
+    items = items[items[:, 1] > 0]
+    assert (items[:, 5] - items[:, 4]).sum() == sum(range(start + 1, start + tokens + 1)) > 2**31
+    assert len(items) <= sizes.num_items and items[:, 6].max() < sizes.num_partials
+
+
 CONFIG = ModelConfig("test", num_layers=2, model_dim=32, num_heads=6, num_kv_heads=2, head_dim=16, mlp_dim=48,
                      vocab_size=64, max_model_len=128)
 
@@ -325,7 +367,8 @@ def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_
 
     @partial(jax.jit, static_argnames="target", compiler_options=QUICKLY_COMPILED)
     def step(pools: Any, slot: jax.Array, position: jax.Array, target: GpuTarget | None) -> tuple[jax.Array, Any]:
-        meta = make_metadata(slot, position, table, config, 16, target=target, cache_dtype=jnp.dtype(page_dtype))
+        meta = make_metadata(slot, position, table, config, 16, target=target, dtype=jnp.dtype(jnp.float32),
+                             cache_dtype=jnp.dtype(page_dtype))
         logits: jax.Array
         logits, pools = module(ids[position], jnp.arange(slot.size), pools, meta)
         return logits, pools

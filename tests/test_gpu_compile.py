@@ -65,15 +65,16 @@ def pairwise() -> list[Variant]:
 VARIANTS = pairwise()
 
 
-def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path) -> aot.ProgramFacts:
+def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path, queries: str = "") -> aot.ProgramFacts:
+    """Queries are of the pages' dtype unless told, and bfloat16 over 8-bit pages."""
     head_dim, pages, page_size, group, features, tokens = variant
     rule, kv_heads, slots = FEATURES[features], 4, 256
     [device] = aot.compile_only_devices(gpu)
     target = GpuTarget.of(device)
     page_dtype = jnp.dtype(pages)
-    tiles = paged_attention.choose_tiles(target, tokens, group, head_dim, page_dtype)
+    dtype = jnp.dtype(queries or (page_dtype if page_dtype.itemsize > 1 else jnp.bfloat16))
+    tiles = paged_attention.choose_tiles(target, tokens, group, head_dim, dtype, page_dtype)
     sizes = paged_attention.work_sizes(target, tiles, tokens, slots, group * kv_heads, kv_heads)
-    dtype = page_dtype if page_dtype.itemsize > 1 else jnp.dtype(jnp.bfloat16)
 
     def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
@@ -108,10 +109,10 @@ class Child:
     def _start() -> ProcessPoolExecutor:
         return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
-    def compile(self, gpu: GpuSpec, variant: Variant) -> aot.ProgramFacts:
+    def compile(self, gpu: GpuSpec, variant: Variant, queries: str = "") -> aot.ProgramFacts:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                return self._pool.submit(compile_attention, gpu, variant, Path(folder)).result()
+                return self._pool.submit(compile_attention, gpu, variant, Path(folder), queries).result()
             except BrokenProcessPool:
                 self._pool = self._start()
                 pytest.fail(f"compiling {variant} for {gpu.name} ended the process")
@@ -168,6 +169,42 @@ def test_every_pair_of_choices_compiles(variant: Variant, children: dict[str, Ch
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def test_every_pair_of_choices_compiles_for_ada(variant: Variant, child: Child) -> None:
     check("l4", variant, child)
+
+
+# Those of --dtype with --kv-cache-dtype in which queries and pages differ otherwise than above.
+MIXED = list(itertools.product(("float32",), ("int8", "float8_e4m3fn", "bfloat16", "float16"))) + list(
+    itertools.product(("float16",), ("int8", "float8_e4m3fn", "bfloat16", "float32"))) + list(
+    itertools.product(("bfloat16",), ("float16", "float32")))
+
+
+def check_mixed(queries: str, pages: str, head_dim: int, tokens: int, children: dict[str, Child]) -> None:
+    def compile_for(name: str) -> None:
+        gpu = find_gpu(name)
+        if pages == "float8_e4m3fn" and gpu.compute_capability < (8, 9):
+            return
+        facts = children[name].compile(gpu, (head_dim, pages, 16, 4, "everything", tokens), queries)
+        kernel, launch = facts.kernel("paged_attention"), facts.launch("paged_attention")
+        assert not kernel.spill_bytes and not facts.kernel("paged_attention_combine").spill_bytes, kernel
+        assert (kernel.mma > 0) == (queries != "float32")
+        # Float32 queries over narrower pages have no pipeline; other programs compute while one loads.
+        assert kernel.overlaps or aot.resident_blocks(kernel, launch, gpu) >= 3
+        assert facts.command_buffers == 1 and not facts.outside_graphs
+
+    with ThreadPoolExecutor(len(children)) as threads:
+        list(threads.map(compile_for, children))
+
+
+def test_float32_queries_over_8_bit_pages_compile(children: dict[str, Child]) -> None:
+    check_mixed("float32", "int8", 128, 64, children)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "tokens"), [(128, 64), (256, 8), (64, 8)])
+@pytest.mark.parametrize(("queries", "pages"), MIXED)
+def test_queries_and_pages_of_different_dtypes_compile(
+    queries: str, pages: str, head_dim: int, tokens: int, children: dict[str, Child]
+) -> None:
+    check_mixed(queries, pages, head_dim, tokens, children)
 
 
 @pytest.mark.slow  # every run compares the same kernels of whole programs, in tests/test_aot_programs.py
@@ -229,4 +266,5 @@ def test_fp8_pages_are_refused_where_the_gpu_has_no_fp8() -> None:
     shape: Any = StepShape((2,), 2, 4, 16, 8)
     with pytest.raises(ConfigError, match=r"fp8 needs a GPU of compute capability 8\.9 or newer.*A100.*use int8"):
         ProgramSet(None, {}, None, cache, shape, axes={},  # type: ignore[arg-type]
-                   placement=Placement.of(devices, Partition()), vocab_size=1, platform="cuda")
+                   placement=Placement.of(devices, Partition()), vocab_size=1, dtype=jnp.dtype(jnp.bfloat16),
+                   platform="cuda")

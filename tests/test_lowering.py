@@ -61,6 +61,14 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(
     assert analysis is not None and analysis.alias_size_in_bytes == 4 * BLOCK * 4 and not analysis.temp_size_in_bytes
 
 
+@pytest.mark.parametrize(("capability", "generation"), [
+    ((8, 0), "ampere"), ((8, 6), "ada"), ((8, 9), "ada"), ((9, 0), "hopper"), ((10, 0), "hopper"), ((12, 0), "ada"),
+])
+def test_tiles_fit_the_shared_memory_of_the_generation(capability: tuple[int, int], generation: str) -> None:
+    """Of the gaming and workstation GPUs after Hopper too, which have 99 KiB for a block and not 227."""
+    assert GpuTarget(capability, 100).generation == generation
+
+
 DOUBLE = """
 module {
   tt.func public @double(

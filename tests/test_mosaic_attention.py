@@ -34,7 +34,7 @@ SCALE = 0.25
 
 def run(shape: Shape, batch: Batch, dtype: Any, window: int | None, softcap: float | None) -> tuple[np.ndarray, Any]:
     heads = shape.kv_heads * shape.group
-    tiles = paged_attention.choose_tiles(TARGET, shape.tokens, shape.group, shape.head_dim, dtype)
+    tiles = paged_attention.choose_tiles(TARGET, shape.tokens, shape.group, shape.head_dim, dtype, dtype)
     assert tiles.mosaic
     sizes = paged_attention.work_sizes(TARGET, tiles, shape.tokens, shape.slots, heads, shape.kv_heads)
     sizes = replace(sizes, least_chunk=LEAST_CHUNK, num_extra=4)
@@ -115,7 +115,7 @@ def compiled(variant: tuple[Any, ...], folder: Path) -> aot.ProgramFacts:
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
     [device] = aot.compile_only_devices(find_gpu("h200"))
     target, tokens, kv_heads, slots = GpuTarget.of(device, "mosaic"), 16, 8, 256
-    tiles = paged_attention.choose_tiles(target, tokens, group, head_dim, jnp.dtype(dtype))
+    tiles = paged_attention.choose_tiles(target, tokens, group, head_dim, jnp.dtype(dtype), jnp.dtype(dtype))
     sizes = paged_attention.work_sizes(target, tiles, tokens, slots, group * kv_heads, kv_heads)
 
     def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -165,13 +165,15 @@ def test_only_one_module_knows_the_mosaic_lowering() -> None:
 
 
 def test_it_is_chosen_where_it_can_compute_the_step() -> None:
-    for target, biased, dtype, chosen in (
-        (TARGET, False, jnp.bfloat16, True), (TARGET, True, jnp.bfloat16, False), (TARGET, False, jnp.int8, False),
-        (replace(TARGET, mosaic=False), False, jnp.bfloat16, False),
+    half: Any = jnp.bfloat16
+    for target, biased, dtype, page_dtype, chosen in (
+        (TARGET, False, half, half, True), (TARGET, True, half, half, False), (TARGET, False, half, jnp.int8, False),
+        (TARGET, False, jnp.float32, half, False), (TARGET, False, half, jnp.float16, False),
+        (replace(TARGET, mosaic=False), False, half, half, False),
     ):
-        tiles = paged_attention.choose_tiles(target, 16, 4, 128, jnp.dtype(dtype), is_biased=biased)
+        tiles = paged_attention.choose_tiles(target, 16, 4, 128, dtype, page_dtype, is_biased=biased)
         assert tiles.mosaic == chosen
-    assert not paged_attention.choose_tiles(TARGET, 8192, 4, 128, jnp.dtype(jnp.bfloat16)).mosaic
+    assert not paged_attention.choose_tiles(TARGET, 8192, 4, 128, half, half).mosaic
 
 
 def test_the_engine_refuses_it_where_there_is_no_hopper() -> None:
@@ -183,5 +185,6 @@ def test_the_engine_refuses_it_where_there_is_no_hopper() -> None:
     shape: Any = StepShape((2,), 2, 4, 16, 8)
     with pytest.raises(ConfigError, match="mosaic needs one GPU of the Hopper generation; use triton"):
         ProgramSet(None, {}, None, KVCacheSpec(1, 1, 16, 16, jnp.dtype(jnp.bfloat16)), shape,  # type: ignore[arg-type]
-                   axes={}, placement=Placement.of(devices, Partition()), vocab_size=1, platform="cuda",
+                   axes={}, placement=Placement.of(devices, Partition()), vocab_size=1,
+                   dtype=jnp.dtype(jnp.bfloat16), platform="cuda",
                    gpu_attention="mosaic")

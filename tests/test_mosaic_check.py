@@ -58,11 +58,11 @@ def test_the_choice_by_device() -> None:
 def test_the_choice_by_model() -> None:
     """Only where some step would use it is it tried at all."""
     target = GpuTarget.of(device("h200").devices[0], "auto")
-    assert uses_mosaic(target, MODEL, BFLOAT16)
-    assert uses_mosaic(target, MODEL.replace(windows=(100, None), attention_softcap=3.0), BFLOAT16)
+    assert uses_mosaic(target, MODEL, BFLOAT16, BFLOAT16)
+    assert uses_mosaic(target, MODEL.replace(windows=(100, None), attention_softcap=3.0), BFLOAT16, BFLOAT16)
     for model, dtype in ((MODEL, jnp.dtype(jnp.int8)), (MODEL.replace(alibi=True), BFLOAT16),
                          (MODEL.replace(attention_sinks=True), BFLOAT16), (MODEL.replace(head_dim=80), BFLOAT16)):
-        assert not uses_mosaic(target, model, dtype)
+        assert not uses_mosaic(target, model, BFLOAT16, dtype)
 
 
 def test_right_results_pass() -> None:
@@ -94,7 +94,7 @@ def test_what_goes_wrong_costs_one_warning(
         return failure_of(SMALL, seconds, (sys.executable, "-c", code))
 
     with caplog.at_level(logging.WARNING):
-        found = settle_gpu_attention("auto", MODEL, 16, BFLOAT16, device("h200"), find_failure)
+        found = settle_gpu_attention("auto", MODEL, 16, BFLOAT16, BFLOAT16, device("h200"), find_failure)
     assert found == "triton"
     [record] = caplog.records
     assert told in record.getMessage() and "Triton computes it" in record.getMessage()
@@ -104,7 +104,7 @@ def test_what_is_right_or_was_asked_for_stays(caplog: pytest.LogCaptureFixture) 
     def fail(case: Case) -> str:
         raise AssertionError("nothing is to be tried")
 
-    settle = partial(settle_gpu_attention, model=MODEL, page_size=16, cache_dtype=BFLOAT16)
+    settle = partial(settle_gpu_attention, model=MODEL, page_size=16, dtype=BFLOAT16, cache_dtype=BFLOAT16)
     tried: list[Case] = []
     assert settle("auto", device=device("h200"), find_failure=lambda case: tried.append(case)) == "auto"
     assert tried == [Case(4, 2, 64, 16, "bfloat16", [None])]

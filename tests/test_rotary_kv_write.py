@@ -133,6 +133,19 @@ def test_no_value_in_a_page_is_infinite_or_nan(dtype: Any) -> None:
     assert np.isfinite(q).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_rows_of_the_smallest_numbers_become_zeros(dtype: Any) -> None:
+    """Their scale would be less than any number that devices count with; what it divides would be infinite."""
+    case = make_case(6, 2, 1, 64, 5)
+    for name in ("k", "v"):
+        case[name] *= np.float32(1e-37) / np.abs(case[name]).max(axis=-1, keepdims=True)
+    _, pages = run(case, make_pages(1, 64, dtype))
+    at = case["page"], case["place"]
+    for pool, scale in zip(pages[:2], pages[2:], strict=True):
+        assert not np.asarray(pool, np.float32)[at].any()
+        assert (np.asarray(scale).swapaxes(1, 2)[at] == 1).all()
+
+
 @pytest.mark.parametrize(("gpu", "tokens", "head_dim", "dtype"), [
     ("h200", 64, 128, jnp.bfloat16), ("h200", 8192, 64, jnp.bfloat16), ("h200", 256, 80, jnp.float8_e4m3fn),
     ("a100", 64, 64, jnp.bfloat16), ("a100", 8192, 128, jnp.int8), ("a100", 1, 96, jnp.float16),

@@ -79,7 +79,8 @@ def attention(step: Step, target: Any, *, rule: Any = None, bias: Any = None, ca
 
     heads, kv_heads, head_dim = step.q.shape[1], step.pages.k.shape[2], step.q.shape[2]
     rule, bias = rule or AttentionRule(head_dim**-0.5), bias or HeadBias()
-    tiles = paged_attention.choose_tiles(target, step.slot.size, heads // kv_heads, head_dim, step.pages.k.dtype)
+    tiles = paged_attention.choose_tiles(target, step.slot.size, heads // kv_heads, head_dim, step.q.dtype,
+                                         step.pages.k.dtype)
     slots = step.table.shape[0] - 1
     sizes = paged_attention.work_sizes(target, tiles, step.slot.size, slots, heads, kv_heads)
 

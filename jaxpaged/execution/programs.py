@@ -64,6 +64,7 @@ class ProgramSet:
         axes: logical axes of the weights, in a tree like `params`.
         placement: where they will run.
         vocab_size: without the padding that `config` may have.
+        dtype: of activations.
         platform: "cpu" or "cuda".
         native: parts that do not run on XLA.
         gpu_attention: see `EngineConfig`.
@@ -85,6 +86,7 @@ class ProgramSet:
         axes: Params,
         placement: Placement,
         vocab_size: int,
+        dtype: jnp.dtype,
         platform: str,
         native: NativeKernels = XLA_ALONE,
         gpu_attention: str = "auto",
@@ -103,7 +105,7 @@ class ProgramSet:
         if target is not None and cache.dtype == jnp.float8_e4m3fn and not target.has_fp8:
             raise ConfigError(f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, and "
                               f"{placement.devices[0].device_kind} is older; use int8")
-        self._functions = StepFunctions(graph, config, shape, placement, vocab_size, cache.dtype, native, target)
+        self._functions = StepFunctions(graph, config, shape, placement, vocab_size, dtype, cache.dtype, native, target)
         self.placement = placement
         self._param_specs = spec_tree(axes)
         self.params = jax.tree.map(self._spec_of, params, self._param_specs)
@@ -143,7 +145,7 @@ class ProgramSet:
         target = self._functions.target
         if target is None:
             return "native kernel" if self._functions.native.attention else "XLA"
-        if uses_mosaic(target, self._config, self._cache.dtype):
+        if uses_mosaic(target, self._config, self._functions.dtype, self._cache.dtype):
             return f"Mosaic GPU below {MANY_TOKENS} tokens in a step, Triton above"
         return "Triton"
 

@@ -48,7 +48,7 @@ class StepFunctions:
         graph: the model's definition, without weights.
         config: of the whole model; its `vocab_size` may be padded.
         vocab_size: without that padding.
-        cache_dtype: of the pools.
+        dtype, cache_dtype: of activations and of the pools.
         target: the GPU to write kernels for; None on CPU.
     """
 
@@ -57,6 +57,7 @@ class StepFunctions:
     shape: StepShape
     placement: Placement
     vocab_size: int
+    dtype: jnp.dtype
     cache_dtype: jnp.dtype
     native: NativeKernels
     target: GpuTarget | None
@@ -71,7 +72,7 @@ class StepFunctions:
             hidden: give what the head would read of every row instead.
         """
         graph, block_size, partition = self.graph, self.shape.block_size, self.placement.partition
-        native, target, cache_dtype = self.native, self.target, self.cache_dtype
+        native, target, dtype, cache_dtype = self.native, self.target, self.dtype, self.cache_dtype
         # What one device has of it.
         config = self.config.replace(num_heads=self.config.num_heads // partition.size,
                                       num_kv_heads=self.config.num_kv_heads // partition.kv)
@@ -88,7 +89,7 @@ class StepFunctions:
             column = jnp.where(rows.new_block >= 0, rows.position // block_size, block_table.shape[1])
             block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
-            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size,
+            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size, dtype=dtype,
                                  cache_dtype=cache_dtype, native=native.attention, target=target)
             model = nnx.merge(graph, params)
             if native.linear:
