@@ -1,6 +1,7 @@
 """The way of a kernel to a GPU: through Pallas today, and through Triton IR on the day that Pallas' way is gone."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
 
+from jaxpaged.execution.aot import dump_options, no_persistent_cache
 from jaxpaged.pallas_kernels import lowering
+from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.lowering import GpuTarget, launch
+from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 from tests.compile_only import compile_for, compile_only_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,3 +111,58 @@ def test_triton_ir_compiles_without_pallas(name: str) -> None:
 
     compiled = compile_for(compile_only_device(name), double, jax.ShapeDtypeStruct((8192,), jnp.float32))
     assert '__gpu$xla.gpu.triton' in str(compiled.as_text())
+
+
+def operations(operation: Any) -> Iterator[Any]:
+    """All that is inside, however deep."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield inner
+                yield from operations(inner)
+
+
+def frozen(lowered: jax.stages.Lowered) -> dict[str, Any]:
+    """What Pallas tells XLA of a program's one kernel: name, grid, warps, stages, and its Triton IR as text."""
+    module: Any = lowered.compiler_ir()
+    [call] = [found for found in operations(module.operation) if found.name == "stablehlo.custom_call"]
+    told = {item.name: item.attr for item in call.attributes["mhlo.backend_config"]}
+    context = mlir.make_ir_context()
+    with context:
+        dialect.register_dialect(context)
+        text = str(ir.Module.parse(told["ir"].value_bytes))
+    numbers = ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z")
+    return {"name": told["name"].value, "ir": text, "debug": False} | {
+        name: np.int32(told[name].value) for name in numbers}
+
+
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_a_frozen_kernel_compiles_to_the_same(name: str, tmp_path: Path) -> None:
+    """Queries and pools in place, as with Pallas."""
+    device = compile_only_device(name)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    sizes = (((64, 8, 128), jnp.bfloat16), *[((64, 2, 128), jnp.bfloat16)] * 2, *[((64, 64), jnp.float32)] * 2,
+             *[((64,), jnp.int32)] * 2, *[((256, 16, 2, 128), jnp.bfloat16)] * 2)
+    shapes = [jax.ShapeDtypeStruct(size, dtype, sharding=sharding) for size, dtype in sizes]
+    in_place = {0: 0, 7: 1, 8: 2}
+
+    def by_pallas(q: Any, k: Any, v: Any, cos: Any, sin: Any, page: Any, place: Any, *pools: Any) -> Any:
+        return rotary_kv_write(q, k, v, cos, sin, page, place, KVPages(*pools), target=GpuTarget.of(device))
+
+    def by_ir(*args: Any) -> Any:
+        results = [jax.ShapeDtypeStruct(args[index].shape, args[index].dtype) for index in in_place]
+        return jax.ffi.ffi_call("__gpu$xla.gpu.triton", results, input_output_aliases=in_place)(*args, **kernel)
+
+    kernel: dict[str, Any] = {}
+    codes = []
+    for way in (by_pallas, by_ir):
+        with lowering.lowering_for(device):
+            lowered = jax.jit(way, donate_argnums=tuple(in_place)).lower(*shapes)
+        kernel = kernel or frozen(lowered)
+        with no_persistent_cache():
+            compiled = lowered.compile(compiler_options=dump_options(tmp_path / way.__name__))
+        memory = compiled.memory_analysis()
+        assert memory is not None and memory.temp_size_in_bytes == 0
+        assert memory.alias_size_in_bytes == sum(shapes[index].size * 2 for index in in_place)
+        codes.append("".join(file.read_text() for file in sorted((tmp_path / way.__name__).glob("*.ptx"))))
+    assert codes[0] == codes[1] and "rotary_kv_write" in codes[0]
