@@ -41,13 +41,25 @@ class Echo:
             text_offsets=(*offsets, *(place + len(text) for place in choice.text_offsets)))
 
     def _read(self, ids: Sequence[int], given: str | None) -> tuple[str, list[int]]:
-        """The prompt's text, as it was given or as its ids say, and where each token begins in it."""
-        for skip_special_tokens in (False, True):  # what the tokenizer has added itself is not in the given text
-            reader = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens)
-            pieces = [reader.add((token,)) for token in ids]
-            text = "".join(pieces) + reader.finish()
-            if given is None or text == given:
-                break
-        text = text if given is None else given
-        ends = accumulate(map(len, pieces), initial=0)
+        """The prompt's text, as it was given or as its ids say, and, if wanted, where each token begins in it."""
+        if given is not None and not self._logprobs:
+            return given, []
+        if given is None:
+            pieces = self._pieces(ids, 0, False)
+            text = "".join(pieces)
+        else:  # what the tokenizer has added itself is not in the given text: a first token, or every special one
+            readings = (self._pieces(ids, unseen, skip) for unseen, skip in ((0, False), (1, False), (0, True)))
+            pieces = min(readings, key=lambda pieces: _distance("".join(pieces), given))
+            text = given
+        ends = accumulate(map(len, pieces[:-1]), initial=0)
         return text, [min(end, len(text)) for end in ends][:-1]
+
+    def _pieces(self, ids: Sequence[int], unseen: int, skip_special_tokens: bool) -> list[str]:
+        """The text of each token, none of the first `unseen`, and what the end brings."""
+        reader = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens)
+        return [*("" for _ in ids[:unseen]), *(reader.add((token,)) for token in ids[unseen:]), reader.finish()]
+
+
+def _distance(text: str, given: str) -> int:
+    """0 where they are equal."""
+    return 0 if text == given else 1 + abs(len(text) - len(given))

@@ -238,7 +238,7 @@ def test_new_text_is_that_of_prompt_and_output_together(served: Served) -> None:
     bos = hf.bos_token_id
     words = [number for number, token in enumerate(hf.convert_ids_to_tokens(range(len(hf))))
              if "\ufffd" not in hf.decode([number]) and not re.fullmatch("<0x[^2].>", token)]
-    prompts = ["hello", "hello ", "  the  ", " ", "a\n", f"the{MARK}", f"{hf.bos_token}hello", [bos], [bos, bos],
+    prompts = ["hello", "hello ", "  the  ", " ", "a\n", f"the{MARK} hello", f"{hf.bos_token}hello", [bos], [bos, bos],
                hf("the", add_special_tokens=False).input_ids]
 
     def check(prompt: str | list[int], seed: int, skip: bool) -> str:
@@ -251,12 +251,27 @@ def test_new_text_is_that_of_prompt_and_output_together(served: Served) -> None:
         echoed = served.complete(**body, echo=True, logprobs=1 if seed == 1 else None)
         shown = prompt if isinstance(prompt, str) else hf.decode(before)
         assert echoed["text"] == shown + expected and echoed["token_ids"] == before + ids
+        if echoed["logprobs"] is not None:
+            check_offsets(served, prompt, echoed, skip)
         return expected
 
     with ThreadPoolExecutor(4) as threads:
         texts = list(threads.map(check, *zip(*itertools.product(prompts, range(3), (True, False)), strict=True)))
     assert any(text[0] == " " for text in texts) and any(text[0] != " " for text in texts)
     assert any("  " in text for text in texts)
+
+
+def check_offsets(served: Served, prompt: str | list[int], echoed: dict[str, Any], skip: bool) -> None:
+    """Each token begins in the text where the one before it has ended."""
+    offsets, text, hf = echoed["logprobs"]["text_offset"], echoed["text"], served.hf
+    ids = echoed["token_ids"]
+    assert offsets[0] == 0 and offsets == sorted(offsets) and len(offsets) == len(ids)
+    if served.kind != "byte level":
+        return  # what others decode alone may lack its space
+    for place, (start, end) in enumerate(itertools.pairwise([*offsets, len(text)])):
+        own = place < len(echoed["prompt_token_ids"])  # of a prompt all is shown but what the tokenizer has added
+        added = place == 0 and isinstance(prompt, str) and not prompt.startswith(hf.bos_token)
+        assert text[start:end] == ("" if added else hf.decode([ids[place]], skip_special_tokens=skip and not own))
 
 
 def test_a_text_of_a_given_form(served: Served) -> None:
