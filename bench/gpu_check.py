@@ -75,13 +75,16 @@ def run_section(name: str, seconds: float, smoke: bool) -> list[dict[str, Any]]:
 
 
 def summary(lines: list[dict[str, Any]]) -> list[str]:
-    """One short line each."""
+    """One short line each; what does not fit is in the JSON alone."""
     shown = []
     for line in lines:
-        values = {key: value for key, value in line.items() if key not in ("section", "name")}
         mark = "FAIL" if "error" in line or line.get("ok") is False else "skip" if "skipped" in line else "ok"
-        shown.append(f"{mark:4} {line['section']:8} {line['name'][:38]:38} "
-                     + " ".join(f"{key}={value}" for key, value in values.items() if key != "ok")[:120])
+        told = ""
+        for key, value in line.items():
+            item = f" {key}={value}"[:120]
+            if key not in ("section", "name", "ok") and len(told) + len(item) <= 120:
+                told += item
+        shown.append(f"{mark:4} {line['section']:8} {line['name'][:38]:38}{told}")
     return shown
 
 

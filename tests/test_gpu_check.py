@@ -22,8 +22,8 @@ def test_every_section_finds_something(tmp_path: Path) -> None:
     assert not [line for line in lines if "error" in line or line.get("ok") is False], lines
     assert {line["section"] for line in lines} == {
         "device", "kernels", "decode", "prefill", "engine", "mosaic", "aot", "torch"}
-    assert {"attention, mixed", "sampler", "load and run", "engine, 4 requests", "attention by Mosaic, decode"} <= {
-        line["name"] for line in lines}
+    assert {"attention, mixed", "sampler", "top tokens", "load and run", "engine, 4 requests",
+            "attention by Mosaic, decode"} <= {line["name"] for line in lines}
     assert len(table.splitlines()) == len(lines) and all(len(line) < 175 for line in table.splitlines())
 
 

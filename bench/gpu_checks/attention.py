@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.gpu_checks.report import (
+    DECODE_GOAL,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
     PAGE,
+    PREFILL_GOAL,
     Report,
+    copy_rate,
     gpu_target,
     matmul_rate,
     median_seconds,
@@ -17,6 +20,7 @@ from bench.gpu_checks.report import (
 )
 
 UNROLLED = 8  # calls in one program, so that launching them costs next to nothing
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -30,8 +34,12 @@ class Step:
 
     @classmethod
     def make(cls, pieces: list[tuple[int, int]], *, heads: int = HEADS, kv_heads: int = KV_HEADS,
-             head_dim: int = HEAD_DIM, page: int = PAGE, dtype: Any = "bfloat16", random: bool = True) -> "Step":
-        """`random`: pages full of random numbers, else one page over and over, which makes large pools faster."""
+             head_dim: int = HEAD_DIM, page: int = PAGE, dtype: Any = "bfloat16", wide: Any = "bfloat16",
+             random: bool = True) -> "Step":
+        """Args:
+            dtype, wide: of the pages, and of the queries where the pages are 8-bit ones, else they have the same.
+            random: pages full of random numbers, else one page over and over, which makes large pools faster.
+        """
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -50,7 +58,7 @@ class Step:
         slot = np.concatenate([np.full(new, row) for row, (_, new) in enumerate(pieces)]).astype(np.int32)
         position = np.concatenate([np.arange(context - new, context) for context, new in pieces]).astype(np.int32)
         dtype = jnp.dtype(dtype)
-        wide = dtype if dtype.itemsize > 1 else jnp.dtype("bfloat16")
+        wide = dtype if dtype.itemsize > 1 else jnp.dtype(wide)
 
         def pool(seed: int) -> Any:
             held = num_pages if random else 1
@@ -99,7 +107,7 @@ def attention(step: Step, target: Any, *, rule: Any = None, bias: Any = None, ca
 
 
 def check_decode(report: Report) -> None:
-    """Bytes of KV per second over the rate of reading memory."""
+    """Bytes of KV per second over the rates of reading and of copying memory."""
     import jax
 
     target = gpu_target(report.smoke)
@@ -110,7 +118,8 @@ def check_decode(report: Report) -> None:
     def measure(contexts: list[int]) -> dict[str, Any]:
         if kv_bytes(contexts) > 0.8 * memory:
             return {"skipped": f"{kv_bytes(contexts) / 1e9:.0f} GB of KV do not fit"}
-        return measure_decode(contexts, target, report.smoke)
+        return measure_decode(contexts, target, report.smoke) | (
+            {"goal": DECODE_GOAL} if contexts == [8192] * 64 else {})
 
     for batch, context in sizes:
         report.run(f"decode {batch} x {context}", functools.partial(measure, [context] * batch), 4)
@@ -129,8 +138,9 @@ def measure_decode(contexts: list[int], target: Any, smoke: bool) -> dict[str, A
     calls, num_bytes = 1 if smoke else UNROLLED, kv_bytes(contexts)
     step = Step.make([(context, 1) for context in contexts], random=smoke)
     seconds = median_seconds(attention(step, target, calls=calls)) / calls
-    return {"us": 1e6 * seconds, "gb_per_s": num_bytes / seconds / 1e9,
-            "of_read_rate": num_bytes / seconds / read_rate(smoke), "kv_mb": num_bytes / 1e6}
+    rate = num_bytes / seconds
+    return {"us": 1e6 * seconds, "gb_per_s": rate / 1e9, "of_read_rate": rate / read_rate(smoke),
+            "of_copy_rate": rate / copy_rate(smoke), "kv_mb": num_bytes / 1e6}
 
 
 def check_prefill(report: Report) -> None:
@@ -142,7 +152,8 @@ def check_prefill(report: Report) -> None:
         seconds = median_seconds(attention(step, target), repeats=3)
         pairs = sum(new * (context - new) + new * (new + 1) / 2 for context, new in pieces)
         rate = 4 * HEADS * HEAD_DIM * pairs / seconds
-        return {"us": 1e6 * seconds, "tflop_per_s": rate / 1e12, "of_matmul_rate": rate / matmul_rate(report.smoke)}
+        return {"us": 1e6 * seconds, "tflop_per_s": rate / 1e12, "of_matmul_rate": rate / matmul_rate(report.smoke)} | (
+            {"goal": PREFILL_GOAL} if pieces == [(8192, 8192)] else {})
 
     cases = {"prefill 32": [(32, 32)]} if report.smoke else {
         "prefill 8192": [(8192, 8192)], "prefill 2048 after 6144": [(8192, 2048)],

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16  # of Llama-3.1-8B
+# What the shares of the device's own rates should reach, in the lines that tell a `goal`.
+DECODE_GOAL, PREFILL_GOAL, STEP_GOAL = 0.85, 0.6, 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,17 @@ def read_rate(smoke: bool) -> float:
     x = jnp.zeros((2**20 if smoke else 2**30,), jnp.float32)
     total = jax.jit(lambda x: jnp.sum(x))
     return x.nbytes / median_seconds(lambda: total(x))
+
+
+@functools.cache
+def copy_rate(smoke: bool) -> float:
+    """Bytes per second of reading memory and writing as much."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.zeros((2**20 if smoke else 2**30,), jnp.float32)
+    increment = jax.jit(lambda x: x + 1)
+    return 2 * x.nbytes / median_seconds(lambda: increment(x))
 
 
 @functools.cache
