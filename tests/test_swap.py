@@ -103,6 +103,7 @@ def told(path: Path, kind: RequestOutputKind, *, preempted: bool, **changes: Any
             for seed, params in enumerate(WISHES):
                 outputs.append(await one(llm, seed, params))
                 while preempted and not was_preempted(outputs[-1][-1]):
+                    await llm.reset_prefix_cache()  # or the second time would tell of cached tokens
                     outputs[-1] = await one(llm, seed, params)
             return outputs
 
