@@ -1,10 +1,12 @@
 """KV pages in 8 bits: how numbers are stored, what that costs in quality, and the flag from end to end."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,11 +16,12 @@ from hypothesis import strategies as st
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.models.attention import make_metadata
+from jaxpaged.outputs import RequestOutput
 from jaxpaged.pallas_kernels import kv_write, reference
 from jaxpaged.pallas_kernels.kv_pages import LARGEST, most_addressable, page_dtype, quantize
 from jaxpaged.tokenizer import load_tokenizer
 from tests.test_models import load
-from tests.tiny_llama import ENGINE_ARGS, write_model
+from tests.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_weights, write_model
 
 DTYPES = [jnp.int8, jnp.float8_e4m3fn]
 
@@ -106,17 +109,41 @@ def test_quality_on_a_real_model(smollm2_path: Path) -> None:
         assert error.mean() < mean and error.max() < largest and same > agreement, figures
 
 
+def rounded(name: str, x: np.ndarray) -> np.ndarray:
+    """x [..., H] as it comes back from pages, in float64."""
+    if name == "float32":
+        return x
+    scale = np.abs(x).max(axis=-1, keepdims=True) / (127 if name == "int8" else 448)
+    steps = np.round(x / scale) if name == "int8" else (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(float)
+    return scale * steps
+
+
 @pytest.mark.parametrize("name", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_the_flag_from_end_to_end(name: str, tmp_path: Path) -> None:
-    """Chunked prompts and decoding; the pool holds more tokens in the same memory; nothing compiles after the start."""
+    """Chunked prompts and decoding: log probabilities as in float64 over keys and values that are rounded.
+
+    The pool holds more tokens in the same memory.
+    """
     model = str(write_model(tmp_path / "model"))
     prompts = [{"prompt_token_ids": list(range(3, 3 + count))} for count in (5, 40, 17)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    blocks = {}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    blocks, off = {}, {}
     for dtype in ("float32", name):
         with LLM(model=model, **ENGINE_ARGS | {"num_gpu_blocks_override": None}, kv_cache_dtype=dtype,
                  kv_cache_memory_bytes=2**20) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [len(output.outputs[0].token_ids) for output in outputs] == [12, 12, 12]
-            blocks[dtype] = llm.info.num_blocks
+            blocks[dtype], off[dtype] = llm.info.num_blocks, max(
+                furthest_logprob(output, dtype) for output in outputs)
     assert blocks[name] > 2 * blocks["float32"]
+    assert off["float32"] < 1e-4 and off[name] < 5e-3, off
+
+
+def furthest_logprob(output: RequestOutput, name: str) -> float:
+    """Of an answer by the tiny model, the largest distance from what float64 gives after the same tokens."""
+    answer, prompt = output.outputs[0], list(output.prompt_token_ids or ())
+    reference = Reference(CONFIG, random_weights(), partial(rounded, name))
+    logits = reference.logits([*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+    wanted = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    found = [told[token].logprob for told, token in zip(answer.logprobs or [], answer.token_ids, strict=True)]
+    return float(np.abs(wanted[np.arange(len(found)), answer.token_ids] - found).max())

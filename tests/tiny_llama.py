@@ -4,7 +4,7 @@ Its greedy choices are mostly clear, so that comparisons go far before the first
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class Reference:
 
     config: dict[str, Any]
     weights: dict[str, np.ndarray]
+    stored: Callable[[np.ndarray], np.ndarray] = np.asarray  # what comes back of keys and values [T, K, H]
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """[T, V]: after each token, what may follow."""
@@ -74,7 +75,7 @@ class Reference:
             y = self._norm(x, name + "input_layernorm")
             q, k, v = ((y @ self._weight(f"{name}self_attn.{part}_proj").T).reshape(count, -1, size) for part in "qkv")
             q, k = _rotate(q, turn), _rotate(k, turn)
-            k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
+            k, v = (np.repeat(self.stored(part), heads // kv_heads, axis=1) for part in (k, v))
             scores = np.einsum("qnh,knh->nqk", q, k) * size**-0.5 + hidden
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
