@@ -166,6 +166,16 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["sample 2"][5] == "7"
 
 
+@pytest.mark.parametrize("device", ["a100-80g", "a10"])
+def test_fp8_pages_for_a_gpu_without_fp8_are_one_error(
+    model: Path, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is lowered: the compiler would end the process."""
+    pytest.importorskip("jax_plugins", reason="JAX's CUDA plugin is not installed")
+    assert main([str(model / "config.json"), "--device", device, "--kv-cache-dtype", "fp8", *FLAGS]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("is older; use int8")
+
+
 def test_other_files_are_not_overwritten(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model), "--device", "cpu", "--out", str(model)]) == 1
     assert "holds other files" in capsys.readouterr().err
