@@ -26,13 +26,12 @@ from jaxpaged.pallas_kernels import mosaic_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages, most_addressable
 from jaxpaged.pallas_kernels.lowering import GpuTarget, dot, launch, load, store
-from jaxpaged.pallas_kernels.tiles import ATTENTION, MANY_TOKENS, MOSAIC, WIDENING, AttentionTiles
+from jaxpaged.pallas_kernels.tiles import ATTENTION, COMBINE, MANY_TOKENS, MOSAIC, WIDENING, AttentionTiles
 from jaxpaged.pallas_kernels.work_list import WorkList, WorkSizes, most_tiles
 
 MASKED = -1e30  # finite, so that a row with nothing to see stays finite
 LOG2E = math.log2(math.e)
 LEAST_CHUNK = 256  # tokens; a split's partial results are then 3 % of the bytes of what it reads
-COMBINE_ROWS = 16
 
 
 def choose_tiles(
@@ -103,14 +102,16 @@ def paged_attention(
         out, partials, logsums = mosaic_attention.attend(q, pages, block_table, work, rule, interpret=target.interpret)
     else:
         out, partials, logsums = _attend(q, pages, block_table, work, rule, bias, tiles, target)
+    merging = COMBINE[target.generation]
     result: jax.Array = launch(
-        partial(_combine_kernel, group=group, token_rows=max(group, tiles.token_rows), head_dim=head_dim),
+        partial(_combine_kernel, group=group, token_rows=max(group, tiles.token_rows), head_dim=head_dim,
+                rows=merging.rows),
         out, partials, logsums, bias.sinks, work.splits,
         name="paged_attention_combine",
-        grid=(kv_heads, sizes.num_extra, row_count // COMBINE_ROWS),
+        grid=(kv_heads, sizes.num_extra, row_count // merging.rows),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         aliases={0: 0},
-        num_warps=8 if q.dtype.itemsize == 4 or head_dim > 128 else 4,  # with 4, these spill
+        num_warps=merging.many_warps if q.dtype.itemsize == 4 or head_dim > 128 else merging.few_warps,
         interpret=target.interpret,
     )
     return result
@@ -248,14 +249,15 @@ def _combine_kernel(
     group: int,
     token_rows: int,
     head_dim: int,
+    rows: int,
 ) -> None:
     kv_head, split = pl.program_id(0), pl.program_id(1)
     first_row, tokens, first_part, count = (splits_ref[split, field] for field in range(4))
-    first = pl.program_id(2) * COMBINE_ROWS
+    first = pl.program_id(2) * rows
 
     @pl.when(first < tokens * token_rows)
     def _merge() -> None:
-        row = first + jnp.arange(COMBINE_ROWS)
+        row = first + jnp.arange(rows)
         lane = jnp.arange(_power_of_two(head_dim))
         token = row // token_rows
         head = kv_head * group + row % token_rows
@@ -274,10 +276,10 @@ def _combine_kernel(
             weight = jnp.where(logsum > MASKED, jnp.exp2(logsum - new_highest), 0)
             return new_highest, total * fade + weight, weighted * fade[:, None] + result * weight[:, None]
 
-        highest, total = jnp.full(COMBINE_ROWS, MASKED, jnp.float32), jnp.zeros(COMBINE_ROWS, jnp.float32)
+        highest, total = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
         if sinks_ref is not None:
             highest, total = load(sinks_ref.at[head], held, 0) * LOG2E, jnp.ones_like(total)
-        weighted = jnp.zeros((COMBINE_ROWS, lane.size), jnp.float32)
+        weighted = jnp.zeros((rows, lane.size), jnp.float32)
         _, total, weighted = lax.fori_loop(0, count, step, (highest, total, weighted))
         result = weighted / jnp.where(total > 0, total, 1)[:, None]
         place = ((first_row + token)[:, None], head[:, None], lane[None, :])

@@ -70,6 +70,20 @@ MOSAIC = AttentionTiles((64,), 64, 4, 3, 1, token_rows=8, mosaic=True)
 
 
 @dataclass(frozen=True, slots=True)
+class CombineTiles:
+    """A program that merges partial results: query rows, and warps; float32 and heads of more than 128 need many."""
+
+    rows: int
+    few_warps: int
+    many_warps: int
+
+
+COMBINE: dict[str, CombineTiles] = {
+    generation: CombineTiles(16, 4, 8) for generation in ("ampere", "ada", "hopper")  # with few, the latter spill
+}
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryTiles:
     """A tile of `rotary_kv_write`: for steps of at most `most_tokens`, `rows` tokens and `num_warps` per program."""
 
