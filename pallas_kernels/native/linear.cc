@@ -57,11 +57,14 @@ Buffer allocate(int64_t floats) {
   return Buffer(static_cast<float*>(memory));
 }
 
-// Where the next weights to be read lie: `width` floats of each row, `stride` floats apart.
+// The weights to be read next: `width` floats of each row, `stride` floats apart. Asked for evenly, so that the memory is
+// never waited for nor idle: `lines` of them before every step of depth, or before each `every` steps.
 struct Ahead {
   const float* row;
-  int64_t width, stride, place;
-  int lines;  // per step of depth
+  int64_t width, stride;
+  int lines;
+  int64_t every;
+  int64_t place = 0;
 
   void prefetch() {
     for (int i = 0; i < lines; ++i) {
@@ -74,42 +77,46 @@ struct Ahead {
 
 enum class Sums { kFresh, kContinued, kAdded };  // from zero; on from `to`; from zero, then added to `to`
 
-// to[r][v] = the sum over the depth of x[r][k] * w[k][v], for R rows and V vectors.
-template <int R, int V, bool fetching>
+enum class Mode { kEveryStep, kPaced, kCopying };  // when weights are fetched; the last is paced, and copies weights
+
+// to[r][v] = the sum over the depth of x[r][k] * w[k][v], for R rows and V vectors. A copy of the weights has its rows
+// as neighbours. GCC keeps the sums in registers only where every loop over them is unrolled.
+template <int R, int V, Mode mode>
 void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t depth, float* to,
-              int64_t to_stride, Sums sums, Ahead* ahead) {
+              int64_t to_stride, Sums sums, Ahead* ahead, float* copy) {
+#define JAXPAGED_EACH_SUM \
+  _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) _Pragma("GCC unroll 3") for (int v = 0; v < V; ++v)
   Floats sum[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sum[r][v] = sums == Sums::kContinued ? load(to + r * to_stride + v * kLanes) : Floats{};
-  for (int64_t k = 0; k < depth; ++k) {
-    Floats weights[V];
-    for (int v = 0; v < V; ++v) weights[v] = load(w + k * w_stride + v * kLanes);
-    if (fetching) ahead->prefetch();
-    for (int r = 0; r < R; ++r) {
-      const float input = x[r * x_stride + k];
-      for (int v = 0; v < V; ++v) sum[r][v] += weights[v] * input;
+  JAXPAGED_EACH_SUM sum[r][v] = Floats{};
+  if (sums == Sums::kContinued) JAXPAGED_EACH_SUM sum[r][v] = load(to + r * to_stride + v * kLanes);
+  for (int64_t k = 0; k < depth;) {
+    const int64_t until = mode == Mode::kEveryStep ? k + 1 : std::min(depth, k + ahead->every);
+    ahead->prefetch();
+    for (; k < until; ++k) {
+      Floats weights[V];
+      for (int v = 0; v < V; ++v) weights[v] = load(w + k * w_stride + v * kLanes);
+      if (mode == Mode::kCopying) for (int v = 0; v < V; ++v) store(copy + (k * V + v) * kLanes, weights[v]);
+      JAXPAGED_EACH_SUM sum[r][v] += weights[v] * x[r * x_stride + k];
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) {
-      float* at = to + r * to_stride + v * kLanes;
-      store(at, sums == Sums::kAdded ? load(at) + sum[r][v] : sum[r][v]);
-    }
+  if (sums == Sums::kAdded) JAXPAGED_EACH_SUM sum[r][v] = load(to + r * to_stride + v * kLanes) + sum[r][v];
+  JAXPAGED_EACH_SUM store(to + r * to_stride + v * kLanes, sum[r][v]);
+#undef JAXPAGED_EACH_SUM
 }
 
-using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, Sums, Ahead*);
+using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, Sums, Ahead*, float*);
 
-template <bool fetching, int R>
+template <Mode mode, int R>
 Multiply with_vectors(int vectors) {
-  return vectors == 1 ? multiply<R, 1, fetching> : vectors == 2 ? multiply<R, 2, fetching> : multiply<R, 3, fetching>;
+  return vectors == 1 ? multiply<R, 1, mode> : vectors == 2 ? multiply<R, 2, mode> : multiply<R, 3, mode>;
 }
 
-template <bool fetching, int R = kRows>
+template <Mode mode, int R = kRows>
 Multiply find_multiply(int64_t rows, int vectors) {
   if constexpr (R > 1) {
-    if (rows < R) return find_multiply<fetching, R - 1>(rows, vectors);
+    if (rows < R) return find_multiply<mode, R - 1>(rows, vectors);
   }
-  return with_vectors<fetching, R>(vectors);
+  return with_vectors<mode, R>(vectors);
 }
 
 // y = x @ w (+ addend), or silu(x @ w) * (x @ up).
@@ -178,7 +185,7 @@ void stream(const Item& item) {
   Buffer rest;
   for (int64_t k = first; k < last; k += step) {
     const int64_t depth = std::min(step, last - k);
-    Ahead ahead{w + (k + depth) * p.out, item.columns, p.out, 0, 0};
+    Ahead ahead{w + (k + depth) * p.out, item.columns, p.out, 0, depth};
     for (int64_t c = 0; c < item.columns; c += kPanel) {
       const int64_t columns = std::min<int64_t>(kPanel, item.columns - c);
       const int vectors = static_cast<int>(div_up(columns, kLanes));
@@ -194,9 +201,10 @@ void stream(const Item& item) {
         const int64_t row = g * kRows, rows = std::min<int64_t>(kRows, p.rows - row);
         // Spread over the first groups, so that the memory is never waited for nor idle.
         ahead.lines = groups == 1 ? lines : groups == 2 ? (g ? lines / 2 : lines - lines / 2) : g < lines;
-        const Multiply run = ahead.lines ? find_multiply<true>(rows, vectors) : find_multiply<false>(rows, vectors);
+        const Multiply run = ahead.lines ? find_multiply<Mode::kEveryStep>(rows, vectors)
+                                         : find_multiply<Mode::kPaced>(rows, vectors);
         run(p.x + row * p.in + k, p.in, from, stride, depth, sums + row * padded + c, padded,
-            k == first ? Sums::kFresh : Sums::kContinued, &ahead);
+            k == first ? Sums::kFresh : Sums::kContinued, &ahead, nullptr);
       }
     }
   }
@@ -214,31 +222,34 @@ void finish(const Item& item) {
     }
 }
 
-void panel(const Item& item, int64_t threads, float* scratch) {
+// The first rows copy the weights for the others. `next`: what is likely to be this thread's next panel, or null.
+void panel(const Item& item, const Item* next, float* scratch) {
   const Product& p = *item.product;
   const int vectors = static_cast<int>(div_up(item.columns, kLanes));
   const int64_t groups = div_up(item.rows, kRows), width = vectors * kLanes;
-  float *copy = scratch, *sums = scratch + kDepth * kPanel;
+  const bool whole = item.columns % kLanes == 0;
+  float *copy = scratch, *sums = scratch + kDepth * kPanel, *first_sums = sums;
   for (int m = 0; m < p.matrices(); ++m, sums += kMostPanelRows * kPanel)
-    for (int64_t block = 0; block < p.blocks(); ++block) {
-      const int64_t first = block * p.depth(), depth = std::min(p.in, first + p.depth()) - first;
-      if (depth <= 0) continue;
+    for (int64_t first = 0; first < p.in; first += p.depth()) {
+      const int64_t depth = std::min(p.in - first, p.depth());
+      const bool ends = first + depth == p.in, last = ends && m + 1 == p.matrices();
       const float* w = p.matrix(m) + first * p.out + item.column;
-      copy_panel(w, p.out, depth, item.columns, width, copy);
-      // The same panel's next block, or what is likely to be this thread's next panel.
-      Ahead ahead{w + depth * p.out, width, p.out, 0, 1};
-      if (first + depth == p.in) ahead.row = p.matrix(m) + (item.column + threads * kPanel) % p.out;
+      Ahead ahead{w + depth * p.out, width, p.out, vectors, groups};
+      if (ends && !last) ahead.row = p.matrix(m + 1) + item.column;
+      if (last && next) ahead = {next->product->w + next->column, kPanel, next->product->out, kVectors, groups};
+      if (last && !next) ahead.lines = 0;
+      if (!whole) copy_panel(w, p.out, depth, item.columns, width, copy);
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t row = g * kRows, rows = std::min<int64_t>(kRows, item.rows - row);
-        const Multiply run = g < kVectors ? find_multiply<true>(rows, vectors) : find_multiply<false>(rows, vectors);
-        run(p.x + (item.row + row) * p.in + first, p.in, copy, width, depth, sums + row * kPanel, kPanel,
-            block ? Sums::kAdded : Sums::kFresh, &ahead);
+        const int64_t row = item.rows * g / groups, rows = item.rows * (g + 1) / groups - row;
+        const bool copying = whole && g == 0;
+        const Multiply run = copying ? find_multiply<Mode::kCopying>(rows, vectors)
+                                     : find_multiply<Mode::kPaced>(rows, vectors);
+        run(p.x + (item.row + row) * p.in + first, p.in, copying ? w : copy, copying ? p.out : width, depth,
+            sums + row * kPanel, kPanel, first ? Sums::kAdded : Sums::kFresh, &ahead, copy);
+        for (int64_t r = row; last && r < row + rows; ++r)
+          p.finish(item.row + r, item.column, item.column + item.columns, first_sums + r * kPanel, sums + r * kPanel);
       }
     }
-  sums = scratch + kDepth * kPanel;
-  for (int64_t row = 0; row < item.rows; ++row)
-    p.finish(item.row + row, item.column, item.column + item.columns, sums + row * kPanel,
-             sums + (kMostPanelRows + row) * kPanel);
 }
 
 // Here the weights are what a micro-kernel has few of, and lanes are rows of x, which come transposed: [in][padded].
@@ -248,12 +259,13 @@ void by_rows(const Item& item, const float* x) {
   float sums[kRows * kPanel];
   for (int64_t n = item.column; n < last; n += kRows) {
     const int64_t count = std::min<int64_t>(kRows, last - n);
-    Ahead ahead{p.w + std::min(n + 2 * kRows, p.out - 1) * p.in, p.in, p.in, 0, 1};
+    Ahead ahead{p.w + std::min(n + 2 * kRows, p.out - 1) * p.in, p.in, p.in, 1, p.in};
     for (int64_t first = 0; first < p.rows; first += kPanel) {
       const int64_t rows = std::min<int64_t>(kPanel, p.rows - first);
       const int vectors = static_cast<int>(div_up(rows, kLanes));
-      const Multiply run = first ? find_multiply<false>(count, vectors) : find_multiply<true>(count, vectors);
-      run(p.w + n * p.in, p.in, x + first, padded, p.in, sums, kPanel, Sums::kFresh, &ahead);
+      const Multiply run = first ? find_multiply<Mode::kPaced>(count, vectors)
+                                 : find_multiply<Mode::kEveryStep>(count, vectors);
+      run(p.w + n * p.in, p.in, x + first, padded, p.in, sums, kPanel, Sums::kFresh, &ahead, nullptr);
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i) p.y[(first + row) * p.out + n + i] = sums[i * kPanel + row];
     }
@@ -322,10 +334,11 @@ class Call {
       const Item& item = items_[mine];
       if (item.way == Way::kFinish) wait_for(sorted_);
       if (item.way == Way::kPanel && !scratch) scratch = allocate((kDepth + 2 * kMostPanelRows) * kPanel);
+      const Item* next = mine + threads_ < sorted_ ? &items_[mine + threads_] : nullptr;
       switch (item.way) {
         case Way::kStream: stream(item); break;
         case Way::kFinish: finish(item); break;
-        case Way::kPanel: panel(item, threads_, scratch.get()); break;
+        case Way::kPanel: panel(item, next, scratch.get()); break;
         case Way::kByRows: by_rows(item, memory_.get()); break;
       }
     }
