@@ -106,10 +106,10 @@ def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) 
         device: a DeviceInfo, whose devices may be compile-only ones.
         flags: of the EngineConfig.
     """
-    from jaxpaged.config import EngineConfig
+    from jaxpaged.core.config import EngineConfig
+    from jaxpaged.engine.startup import model_of, plan_engine
     from jaxpaged.execution.programs import ProgramSet
     from jaxpaged.execution.sharding import Placement
-    from jaxpaged.startup import model_of, plan_engine
 
     config = EngineConfig(model="none", device=device.platform, **flags)
     source = model_of(config, hf, device.platform)
@@ -218,8 +218,8 @@ def document(version: str, rows: list[Row], sharded: Sequence[ShardedRow] = ()) 
         "# Programs compiled for GPUs that were not there", "",
         f"Made by `python bench/bench_aot.py --write bench/results/aot.md` with jax {version}; models cut to {layers} "
         "layers, bfloat16, 256 slots, 8,192 tokens in a step, blocks of 16, the KV pool of each layer as large as the "
-        "plan for the whole model makes it. tests/test_aot_programs.py compiles the same again and compares. No number "
-        "here was measured on a GPU.", "",
+        "plan for the whole model makes it. tests/execution/test_aot_programs.py compiles the same again and "
+        "compares. No number here was measured on a GPU.", "",
         *table_lines(rows), "",
         "Aliased: what a program updates in place; beside the pool the block table, ids and sampling state. Waits for: "
         "asynchronous loads that may still be under way at each wait; more than 0 means that loads and arithmetic "

@@ -52,10 +52,10 @@ def make_engine(arguments: dict[str, Any]) -> Any:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxpaged.config import EngineConfig
-    from jaxpaged.engine import Engine
+    from jaxpaged.core.config import EngineConfig
+    from jaxpaged.engine.engine import Engine
+    from jaxpaged.engine.startup import InMemoryModel
     from jaxpaged.models.registry import find_family
-    from jaxpaged.startup import InMemoryModel
 
     family = find_family(TINY)
     module = family.build(family.config_from_hf(TINY), jnp.float32, 0)
@@ -66,8 +66,8 @@ def make_engine(arguments: dict[str, Any]) -> Any:
 
 def measure(engine: Any, clock: Clock, running: int, waiting: int, steps: int) -> dict[str, Any]:
     """Figures of `steps` steps with so many requests, all of them decoding or waiting; milliseconds per step."""
-    from jaxpaged.messages import EngineRequest
-    from jaxpaged.sampling_params import SamplingParams
+    from jaxpaged.core.messages import EngineRequest
+    from jaxpaged.core.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0)
     began = time.thread_time()

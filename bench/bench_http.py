@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 
 from bench.common import print_table, write_json
-from tests.live_server import LiveServer
-from tests.scripted_model import write_counting_model
+from tests.support.live_server import LiveServer
+from tests.support.scripted_model import write_counting_model
 
 
 def follow(address: tuple[str, int], streams: int, tokens: int) -> None:

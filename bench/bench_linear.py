@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from bench.common import print_table, write_json
-from jaxpaged.config import DEFAULT_MODEL
+from jaxpaged.core.config import DEFAULT_MODEL
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.host_memory import HostArena
 from jaxpaged.loading.hub import cache_dir, resolve_model

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxpaged
 from bench.common import engine_arguments, print_table, spread, write_json
-from jaxpaged.messages import EngineRequest
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.core.messages import EngineRequest
+from jaxpaged.core.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 64
 

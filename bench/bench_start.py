@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx
 
 from bench.common import print_table, write_json
-from jaxpaged.config import DEFAULT_MODEL
+from jaxpaged.core.config import DEFAULT_MODEL
 from jaxpaged.loading.hub import resolve_model
 
 _LONGEST_S = 600

@@ -44,8 +44,8 @@ def installed(engine: str, python: str) -> bool:
 
 def same_as_reference(weights: Path, workload: Workload, runs: dict[str, Run]) -> dict[str, list[str]]:
     """For each engine, how its requests differ from the reference by the rule of sameness; empty is all the same."""
-    from tests.reference_model import ReferenceModel
-    from tests.sameness import compare_ids
+    from tests.support.reference_model import ReferenceModel
+    from tests.support.sameness import compare_ids
 
     model = ReferenceModel(weights)
     found: dict[str, list[str]] = {}
@@ -79,7 +79,7 @@ def main() -> None:
         parser.error(f"--python: the engines are {', '.join(ENGINES)}")
     engines = args.engines or [name for name in ENGINES if installed(name, pythons.get(name, sys.executable))]
 
-    from jaxpaged.config import DEFAULT_MODEL
+    from jaxpaged.core.config import DEFAULT_MODEL
     from jaxpaged.loading.hub import resolve_model
 
     model = Path(resolve_model(args.model or DEFAULT_MODEL))

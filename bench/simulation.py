@@ -7,9 +7,9 @@ import numpy as np
 
 from bench.common import spread
 from bench.traffic import Arrival
-from jaxpaged.messages import EngineRequest
-from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.core.messages import EngineRequest
+from jaxpaged.core.sampling_params import SamplingParams
+from jaxpaged.scheduling.block_pool import BlockAllocator
 from jaxpaged.scheduling.policy import POLICIES, FcfsPolicy, Policy
 from jaxpaged.scheduling.request import Request
 from jaxpaged.scheduling.scheduler import Scheduler

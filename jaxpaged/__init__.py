@@ -8,14 +8,14 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.quiet_start import without_cuda_notices
+from jaxpaged.core.quiet_start import without_cuda_notices
 
 if TYPE_CHECKING:
-    from jaxpaged.async_llm import AsyncLLM
-    from jaxpaged.config import EngineConfig
-    from jaxpaged.llm import LLM, generate
-    from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from jaxpaged.core.config import EngineConfig
+    from jaxpaged.core.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from jaxpaged.engine.async_llm import AsyncLLM
+    from jaxpaged.engine.llm import LLM, generate
 
 __version__ = "0.1.0"
 
@@ -23,16 +23,16 @@ __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "Logprob", "Re
            "SamplingParams", "StructuredOutputsParams", "__version__", "generate"]
 
 _HOME = {
-    "LLM": "llm", "generate": "llm", "AsyncLLM": "async_llm", "EngineConfig": "config",
-    "CompletionOutput": "outputs", "Logprob": "outputs", "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling_params", "SamplingParams": "sampling_params",
-    "StructuredOutputsParams": "sampling_params",
+    "LLM": "engine.llm", "generate": "engine.llm", "AsyncLLM": "engine.async_llm", "EngineConfig": "core.config",
+    "CompletionOutput": "core.outputs", "Logprob": "core.outputs", "RequestOutput": "core.outputs",
+    "RequestOutputKind": "core.sampling_params", "SamplingParams": "core.sampling_params",
+    "StructuredOutputsParams": "core.sampling_params",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        loads_jax = _HOME[name] in ("llm", "async_llm") and "jax" not in sys.modules
+        loads_jax = _HOME[name].startswith("engine.") and "jax" not in sys.modules
         with without_cuda_notices() if loads_jax else nullcontext():
             return getattr(import_module(f"jaxpaged.{_HOME[name]}"), name)
     raise AttributeError(f"module 'jaxpaged' has no attribute {name!r}")

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.models.config import ModelConfig, RopeConfig
 
 _ROPE_NUMBERS = {

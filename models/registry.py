@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.models import llama, mistral, qwen2, qwen3
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MeshAxes

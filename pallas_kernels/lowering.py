@@ -6,11 +6,11 @@ today. It is deprecated since jax 0.11 and still there, working, in 0.12. On the
 1. XLA's side of it stays reachable without Pallas: `jax.ffi.ffi_call("__gpu$xla.gpu.triton", ...)` takes Triton IR as
    text, with the grid and the number of warps and stages, and XLA compiles that IR as it does today. `launch` then
    becomes such a call with IR frozen from the last jax that can lower our kernels (or written by the official Triton
-   compiler ahead of time). tests/test_lowering.py proves on every run that this route still compiles, and that a
-   kernel of ours frozen like that becomes the same machine code, in place too.
+   compiler ahead of time). tests/pallas_kernels/test_lowering.py proves on every run that this route still compiles,
+   and that a kernel of ours frozen like that becomes the same machine code, in place too.
 2. On Hopper, Mosaic GPU, Pallas' other GPU lowering: `mosaic_attention` is there for decode, where `GpuTarget.of`
-   chooses it. The engine first tries on the very GPU whether its results are right (`jaxpaged.mosaic_check`), since
-   it has only been compiled and interpreted; neither lowering has been timed on a GPU yet.
+   chooses it. The engine first tries on the very GPU whether its results are right (`jaxpaged.engine.mosaic_check`),
+   since it has only been compiled and interpreted; neither lowering has been timed on a GPU yet.
 
 A kernel's body uses plain `jax.numpy`, `pl.program_id`, `pl.when`, `lax.fori_loop`, and from here `load`, `store` and
 `dot`. Triton has no dynamic grid and no scalar prefetch: grids are static, what varies is read from arrays. Index a

@@ -12,7 +12,7 @@ token r // B, query head r % B of the group.
 
 What has been shown without a GPU: the results, interpreted, against float64, without races; and that it compiles for
 Hopper without spills. How the interpreted kernel differs from the compiled one: see `mosaic`. No GPU has run it, which
-is why the engine tries it on the GPU at its start before it uses it: see `jaxpaged.mosaic_check`.
+is why the engine tries it on the GPU at its start before it uses it: see `jaxpaged.engine.mosaic_check`.
 
 Axis letters: as in `paged_attention`; B rows per token, R = 64 rows of a tile.
 """

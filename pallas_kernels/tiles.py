@@ -1,7 +1,7 @@
 """Tile sizes of the GPU kernels, one table per GPU generation.
 
-Registers, spills and shared memory behind each choice come from compiling (`tests/test_gpu_compile.py` checks them on
-every run); no GPU has timed them yet.
+Registers, spills and shared memory behind each choice come from compiling (`tests/execution/test_gpu_compile.py` checks
+them on every run); no GPU has timed them yet.
 """
 
 from dataclasses import dataclass

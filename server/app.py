@@ -9,16 +9,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from jaxpaged import __version__
-from jaxpaged.errors import EngineDeadError, RequestError
-from jaxpaged.server.api import Api
-from jaxpaged.server.body import Body
-from jaxpaged.server.embedding_route import EmbeddingRequest
-from jaxpaged.server.error_answers import RETRY_AFTER_SECONDS, error_body, error_json, error_status
+from jaxpaged.core.errors import EngineDeadError, RequestError
+from jaxpaged.server.engine.output_stream import RequestFailedError, StreamClosedError
 from jaxpaged.server.gate import Gate
-from jaxpaged.server.output_stream import RequestFailedError, StreamClosedError
-from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
-from jaxpaged.server.responses import json_response, server_error
-from jaxpaged.server.token_routes import DetokenizeRequest, TokenizeRequest
+from jaxpaged.server.protocol.body import Body
+from jaxpaged.server.protocol.error_answers import RETRY_AFTER_SECONDS, error_body, error_json, error_status
+from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
+from jaxpaged.server.protocol.responses import json_response, server_error
+from jaxpaged.server.routes.api import Api
+from jaxpaged.server.routes.embedding_route import EmbeddingRequest
+from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest
 
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 

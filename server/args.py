@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged import __version__
-from jaxpaged.config import NOT_SUPPORTED, EngineConfig
-from jaxpaged.errors import ConfigError
-from jaxpaged.flags import GROUPS, Parser, add_flags, flag_of, new_parser, parse_flags, settle_model
-from jaxpaged.limits import RequestLimits
-from jaxpaged.server.http_limits import HttpLimits
+from jaxpaged.core.config import NOT_SUPPORTED, EngineConfig
+from jaxpaged.core.errors import ConfigError
+from jaxpaged.core.flags import GROUPS, Parser, add_flags, flag_of, new_parser, parse_flags, settle_model
+from jaxpaged.core.limits import RequestLimits
 from jaxpaged.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxpaged.server.protocol.http_limits import HttpLimits
 
 _OLD_SWITCHES = {
     "--use-v2-block-manager": "there is one block manager",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxpaged.server.error_answers import error_json
+from jaxpaged.server.protocol.error_answers import error_json
 
 OPEN_ROUTES = frozenset({"/health", "/ping", "/"})  # the page asks for the key itself
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from starlette.types import Receive, Scope, Send
 
-from jaxpaged.server.error_answers import RETRY_AFTER_SECONDS, error_json
+from jaxpaged.server.protocol.error_answers import RETRY_AFTER_SECONDS, error_json
 
 
 def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"]:

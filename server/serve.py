@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
-from jaxpaged.input_processor import InputProcessor, default_sampling_params
+from jaxpaged.core.errors import ConfigError, EngineDeadError, JaxpagedError
+from jaxpaged.frontend.input_processor import InputProcessor, default_sampling_params
+from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.loading.json_files import read_generation_config
-from jaxpaged.metrics import Metrics
 from jaxpaged.server.args import Arguments, ServerConfig
-from jaxpaged.server.engine_client import EngineClient
-from jaxpaged.server.grammar_process import GrammarProcesses
+from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.http_protocol import http_protocol
 from jaxpaged.server.logs import set_up_logging
-from jaxpaged.server.template_process import TemplateProcesses
-from jaxpaged.tokenizer import load_tokenizer
+from jaxpaged.server.sandbox.grammar_process import GrammarProcesses
+from jaxpaged.server.sandbox.template_process import TemplateProcesses
+from jaxpaged.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from jaxpaged.server.api import Api
+    from jaxpaged.server.routes.api import Api
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class _Server:
         self._client = EngineClient(dataclasses.replace(config, model=str(path)), timeout=self._config.engine_timeout,
                                     on_death=self._on_engine_death)
         # The web framework is slow to import: the engine process begins before that.
-        from jaxpaged.server.api import TOKENISE_THREADS, Api
+        from jaxpaged.server.routes.api import TOKENISE_THREADS, Api
 
         loading = asyncio.to_thread(load_tokenizer, source, chat_template=config.chat_template)
         tokenizer, info = await asyncio.gather(loading, self._client.ready())

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from jaxpaged.config import DEFAULT_MODEL
+from jaxpaged.core.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from jaxpaged.llm import LLM
-    from tests.tiny_engine import MakeEngine
+    from jaxpaged.engine.llm import LLM
+    from tests.support.tiny_engine import MakeEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,7 +38,7 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny model."""
-    from tests.tiny_llama import write_model
+    from tests.support.tiny_llama import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny") / "model")
 
@@ -46,7 +46,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def make_engine(model_path: Path) -> "Iterator[MakeEngine]":
     """Makes engines of the tiny model and ends them after the module."""
-    from tests.tiny_engine import engines
+    from tests.support.tiny_engine import engines
 
     with engines(model_path) as make:
         yield make
@@ -55,8 +55,8 @@ def make_engine(model_path: Path) -> "Iterator[MakeEngine]":
 @pytest.fixture(scope="module")
 def llm(model_path: Path) -> "Iterator[LLM]":
     """The tiny model, with room for all that a test asks."""
-    from jaxpaged.llm import LLM
-    from tests.tiny_llama import ENGINE_ARGS
+    from jaxpaged.engine.llm import LLM
+    from tests.support.tiny_llama import ENGINE_ARGS
 
     with LLM(str(model_path), **ENGINE_ARGS) as found:
         yield found
@@ -65,9 +65,9 @@ def llm(model_path: Path) -> "Iterator[LLM]":
 @pytest.fixture(scope="module")
 def few_blocks(model_path: Path) -> "Iterator[LLM]":
     """The same with so few blocks that requests are preempted."""
-    from jaxpaged.llm import LLM
-    from tests.tiny_engine import FEW_BLOCKS
-    from tests.tiny_llama import ENGINE_ARGS
+    from jaxpaged.engine.llm import LLM
+    from tests.support.tiny_engine import FEW_BLOCKS
+    from tests.support.tiny_llama import ENGINE_ARGS
 
     with LLM(str(model_path), **ENGINE_ARGS | FEW_BLOCKS) as found:
         yield found

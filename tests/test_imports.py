@@ -14,29 +14,43 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("jaxpaged", "models", "server", "pallas_kernels")
 
-TOP = ("errors", "config", "flags", "limits", "quiet_start", "sampling_params", "outputs", "messages")
-HTTP_SIDE = ("bounded_cache", "tokenizer", "token_bytes", "gguf_tokenizer", "stand_ins", "chat_template",
-             "conversation", "input_processor", "output_processor", "choice", "detokenizer", "beam_search",
-             "embeddings", "metrics", "structured_outputs", "loading.host_memory", "loading.hub", "loading.json_files")
-NO_JAX = (*HTTP_SIDE, "loading.gguf", "cli")
-ENGINE_THIRD = ("jax", "flax", "llguidance", "numpy", "tokenizers", "transformers", "jinja2", "prometheus_client",
-                "tqdm")
+# Modules that must answer, or run beside HTTP, without JAX.
+NO_JAX = ("core", "text", "frontend", "scheduling", "loading.host_memory", "loading.hub", "loading.json_files",
+          "loading.gguf", "commands.cli")
+ENGINE_THIRD = ("jax", "flax", "llguidance", "numpy", "tqdm")
+HTTP_THIRD = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools", "yaml")
 
-# room: (third-party packages, parts of jaxpaged) that its modules may import, besides the standard library.
+# room: (third-party packages, rooms below it) that its modules may import, besides the standard library and itself.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "top": ((), TOP),
-    "scheduling": ((), ("scheduling", *TOP)),
-    "pallas_kernels": (("jax", "numpy"), ("pallas_kernels",)),
-    "models": (("flax", "jax", "numpy"), ("models", "pallas_kernels", "errors", "execution.sharding")),
-    "execution": (("flax", "jax", "numpy"), ("execution", "models", "pallas_kernels", "scheduling", *TOP)),
+    "core": ((), ()),
+    "pallas_kernels": (("jax", "numpy"), ()),
+    "server.parsers": ((), ()),
+    "scheduling": ((), ("core",)),
+    "models": (("flax", "jax", "numpy"), ("core", "pallas_kernels")),
     "loading": (("flax", "gguf", "huggingface_hub", "jax", "ml_dtypes", "numpy", "orbax", "safetensors", "tqdm"),
-                ("loading", "models", *TOP)),
-    "engine": (ENGINE_THIRD, ("",)),  # every part; what may import the server is checked apart
-    "server": (("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pydantic", "prometheus_client", "yaml"),
-               ("server", *HTTP_SIDE, *TOP)),
+                ("core", "models")),
+    "execution": (("flax", "jax", "numpy"), ("core", "models", "pallas_kernels", "scheduling")),
+    "text": (("jinja2", "llguidance", "numpy", "tokenizers", "transformers"), ("core", "loading")),
+    "frontend": (("prometheus_client",), ("core", "loading", "text")),
+    "server.protocol": (("fastapi", "starlette", "pydantic"), ("core", "text", "server.parsers")),
+    "server.sandbox": ((), ("core", "text")),
+    "engine": (ENGINE_THIRD, ("core", "execution", "frontend", "loading", "models", "pallas_kernels", "scheduling",
+                              "text")),
+    "server.engine": ((), ("core", "engine", "frontend", "text", "server.sandbox", "server.logs")),
+    "server.routes": (("fastapi", "starlette", "pydantic"),
+                      ("core", "frontend", "text", "server.args", "server.engine", "server.parsers",
+                       "server.protocol")),
+    "server": (HTTP_THIRD, ("core", "frontend", "loading", "text", "server.args", "server.engine", "server.logs",
+                            "server.protocol", "server.routes", "server.sandbox")),
+    "commands": (("jax", "flax", "tqdm"), ("core", "engine", "execution", "loading", "models", "text")),
+    "entry": ((), ("core", "commands", "engine")),
 }
-# The module that starts the engine's process also runs in it.
-ALSO: dict[str, tuple[str, ...]] = {"server.engine_process": ("engine", "engine_loop")}
+# Modules that do not lie on their room's floor. Those without a room start the commands; those of the server are what
+# its rooms read.
+PLACES = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
+          "models.__main__": "entry", "server.args": "server.args", "server.logs": "server.logs"}
+ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers", "server.protocol")), "server.logs": ((), ())}
+MOST_FLOORS = 9
 
 
 def _modules() -> Iterator[tuple[str, Path]]:
@@ -52,8 +66,10 @@ MODULES = dict(_modules())
 
 
 def _room(module: str) -> str:
-    first = module.split(".")[0]
-    return "top" if first in TOP else first if first in ROOMS else "engine"
+    if module in PLACES:
+        return PLACES[module]
+    parts = module.split(".")
+    return next(room for end in (2, 1) if (room := ".".join(parts[:end])) in ROOMS)
 
 
 def _imports(module: str) -> Iterator[str]:
@@ -70,23 +86,53 @@ def _imports(module: str) -> Iterator[str]:
                 yield node.module
 
 
-def _inside(name: str, allowed: tuple[str, ...]) -> bool:
-    return any(not part or name == part or name.startswith(part + ".") for part in allowed)
+def _inside(name: str, parts: tuple[str, ...]) -> bool:
+    return any(name == part or name.startswith(part + ".") for part in parts)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_follow_the_table(module: str) -> None:
-    third, parts = ROOMS[_room(module)]
-    parts += ALSO.get(module, ())
+    room = _room(module)
+    third, below = ROOMS[room]
     for name in _imports(module):
         package, _, part = name.partition(".")
         if package == "jaxpaged":
-            assert not part or _inside(part, parts), f"{module} must not import {name}"  # bare: for __version__
-            assert _room(part) != "server" or _room(module) == "server" or module == "cli", \
-                f"{module} imports {name}: only server/ and the command line may"
+            # bare `jaxpaged`: for the version
+            allowed = not part or _room(part) in (room, *below)
+            assert allowed, f"{module}, in {room}, must not import {name}, in {_room(part)}"
         else:
             assert package in third or package in sys.stdlib_module_names, f"{module} must not import {name}"
-            assert package != "jax" or module not in NO_JAX, f"{module} must not import JAX"
+            assert package != "jax" or not _inside(module, NO_JAX), f"{module} must not import JAX"
+
+
+def test_rooms_lie_on_at_most_nine_floors() -> None:
+    """A room stands above all those that it may import, so there is no circle."""
+    floors: dict[str, int] = {}
+
+    def floor(room: str, above: tuple[str, ...] = ()) -> int:
+        assert room not in above, f"a circle of rooms: {' -> '.join((*above, room))}"
+        if room not in floors:
+            floors[room] = 1 + max((floor(lower, (*above, room)) for lower in ROOMS[room][1]), default=0)
+        return floors[room]
+
+    assert max(map(floor, ROOMS)) <= MOST_FLOORS
+
+
+def test_modules_do_not_import_in_a_circle() -> None:
+    imported = {module: {name.removeprefix("jaxpaged").removeprefix(".") for name in _imports(module)
+                         if name.startswith("jaxpaged.")} & set(MODULES) for module in MODULES if module}
+    while imported:
+        leaves = {module for module, names in imported.items() if not names & set(imported)}
+        assert leaves, f"a circle among {sorted(imported)}"
+        imported = {module: names for module, names in imported.items() if module not in leaves}
+
+
+def test_no_room_is_allowed_what_it_does_not_use() -> None:
+    used = {(_room(module), _room(name.removeprefix("jaxpaged."))) for module in MODULES
+            for name in _imports(module) if name.startswith("jaxpaged.")}
+    allowed = {(room, lower) for room, (_, below) in ROOMS.items() for lower in below}
+    unused = sorted(allowed - used)
+    assert not unused, f"the table allows what no module does: {unused}"
 
 
 def test_third_party_imports_are_declared_dependencies() -> None:
@@ -116,7 +162,8 @@ def test_help_loads_neither_jax_nor_fastapi(command: str) -> None:
     assert not loaded & {"jax", "flax", "fastapi", "uvicorn", "transformers", "torch", "numpy"}
 
 
-@pytest.mark.parametrize("module", ["jaxpaged", "jaxpaged.server.app", "jaxpaged.tokenizer", "jaxpaged.loading.gguf"])
+@pytest.mark.parametrize(
+    "module", ["jaxpaged", "jaxpaged.server.app", "jaxpaged.text.tokenizer", "jaxpaged.loading.gguf"])
 def test_the_http_side_loads_no_jax(module: str) -> None:
     assert not _loaded_by(f"import {module}") & {"jax", "flax", "torch"}
 

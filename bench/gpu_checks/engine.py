@@ -14,13 +14,13 @@ def check_engine(report: Report) -> None:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxpaged.config import EngineConfig
-    from jaxpaged.engine import Engine
+    from jaxpaged.core.config import EngineConfig
+    from jaxpaged.core.messages import EngineRequest
+    from jaxpaged.core.sampling_params import SamplingParams
+    from jaxpaged.engine.engine import Engine
+    from jaxpaged.engine.startup import InMemoryModel
     from jaxpaged.execution.model_runner import StepInFlight
-    from jaxpaged.messages import EngineRequest
     from jaxpaged.models.registry import find_family
-    from jaxpaged.sampling_params import SamplingParams
-    from jaxpaged.startup import InMemoryModel
 
     hf = MODELS["llama-3.1-8b"] if not report.smoke else MODELS["smollm2-135m"] | {
         "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,

@@ -127,11 +127,11 @@ def compare_sampler(target: Any, smoke: bool) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxpaged.core.messages import EngineRequest
+    from jaxpaged.core.sampling_params import SamplingParams
     from jaxpaged.execution.sampler import sample as sample_with_xla
     from jaxpaged.execution.sampler import state_of
-    from jaxpaged.messages import EngineRequest
     from jaxpaged.pallas_kernels.sampler import SlotParameters, sample
-    from jaxpaged.sampling_params import SamplingParams
 
     rows, vocab = (4, 600) if smoke else (64, 128256)
     rng = np.random.default_rng(0)

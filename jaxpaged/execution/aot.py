@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution.devices import fix_platform
 from jaxpaged.execution.gpu_targets import GpuSpec
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 from jax.extend.backend import get_backend
 
-from jaxpaged.config import DEFAULT_MEMORY_SHARE
-from jaxpaged.errors import ConfigError
-from jaxpaged.quiet_start import has_nvidia_gpu, without_cuda_notices
+from jaxpaged.core.config import DEFAULT_MEMORY_SHARE
+from jaxpaged.core.errors import ConfigError
+from jaxpaged.core.quiet_start import has_nvidia_gpu, without_cuda_notices
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.core.errors import ConfigError
 
 MIB = 2**20
 

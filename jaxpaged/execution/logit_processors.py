@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpaged.core.messages import EngineRequest
+from jaxpaged.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
-from jaxpaged.messages import EngineRequest
-from jaxpaged.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 Rows = Any  # a numpy array on the host, a jax.Array on the device
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpaged.core.messages import TokenLogprobs
 from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
-from jaxpaged.messages import TokenLogprobs
 
 NUM_TOP = 32  # alternatives found at least: a beam search of width 16 wants twice as many
 

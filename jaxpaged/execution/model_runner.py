@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.core.errors import ConfigError
+from jaxpaged.core.messages import EngineRequest, TokenLogprobs
 from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
@@ -20,9 +21,8 @@ from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import Params
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, StepShape
-from jaxpaged.messages import EngineRequest, TokenLogprobs
 from jaxpaged.models.transformer import Pools
-from jaxpaged.scheduling.block_allocator import NULL_BLOCK
+from jaxpaged.scheduling.block_pool import NULL_BLOCK
 from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request
 from jaxpaged.scheduling.scheduler_output import ScheduledPiece, SchedulerOutput

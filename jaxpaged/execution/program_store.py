@@ -18,7 +18,7 @@ import jax
 from jax.experimental import serialize_executable
 
 import jaxpaged
-from jaxpaged.errors import first_line
+from jaxpaged.core.errors import first_line
 
 _MANIFEST = "store.json"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax")

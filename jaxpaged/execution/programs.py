@@ -23,10 +23,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution import step_functions
-from jaxpaged.execution.block_programs import copy_blocks, gather_blocks, scatter_blocks
-from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.kv_cache import KVCacheSpec, copy_blocks, gather_blocks, scatter_blocks
 from jaxpaged.execution.logit_processors import ProcessorState, neutral_processors
 from jaxpaged.execution.program_store import ProgramStore, StoreError, digest, environment_key
 from jaxpaged.execution.sampler import state_of

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
+from jaxpaged.core.messages import EngineRequest
 from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
-from jaxpaged.messages import EngineRequest
 from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN
 
 Rows = jax.Array | np.ndarray  # one entry per row, on the device or still on the host

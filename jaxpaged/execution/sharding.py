@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution.vocabulary import Vocabulary
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.weight_rules import Axes, WeightRule

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.loading.hf_checkpoint import HfCheckpoint
 from jaxpaged.loading.json_files import read_json

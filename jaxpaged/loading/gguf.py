@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.host_memory import forget_pages
 
 # GGML type number -> name, elements in a block, bytes of a block. Q5_0 and Q5_1 are in the list because quantisers put

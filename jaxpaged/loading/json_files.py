@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.core.errors import CheckpointError
 
 _MAX_JSON_BYTES = 1 << 26
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxpaged.errors import CheckpointError, first_line
+from jaxpaged.core.errors import CheckpointError, first_line
 from jaxpaged.loading.host_memory import HostArena, large_blocks_returned
 from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch

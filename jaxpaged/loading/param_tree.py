@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.core.errors import CheckpointError
 
 KeyPath = tuple[str | int, ...]
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.host_memory import forget_pages
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}

@@ -14,7 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint, Part
 from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch

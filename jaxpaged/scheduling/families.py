@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxpaged.messages import EngineRequest
-from jaxpaged.scheduling.admission import Admission
-from jaxpaged.scheduling.planner import StepPlanner
+from jaxpaged.core.messages import EngineRequest
+from jaxpaged.scheduling.planner import Admission, StepPlanner
 from jaxpaged.scheduling.queues import Queues
 from jaxpaged.scheduling.request import Family, Request
 

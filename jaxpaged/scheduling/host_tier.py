@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxpaged.scheduling.prefix_cache import Key
+from jaxpaged.scheduling.block_pool import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from jaxpaged.scheduling.block_allocator import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockAllocator, Key, PrefixCache
 from jaxpaged.scheduling.host_tier import HostBlock, HostTier, LoadBlocks, SaveBlocks
-from jaxpaged.scheduling.prefix_cache import Key, PrefixCache
 from jaxpaged.scheduling.request import Request
 
 NOT_SHARED = 2**62  # more blocks than any table has: the cache knows all of them, so it is told of none

@@ -8,7 +8,7 @@ memory is bounded.
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 
-from jaxpaged.messages import EngineRequest
+from jaxpaged.core.messages import EngineRequest
 
 WINDOW = 256  # lengths that a bucket remembers
 MIN_SAMPLES = 8  # fewer tell nothing: a wider bucket is asked

@@ -4,11 +4,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxpaged.messages import EngineRequest, TokenLogprobs
+from jaxpaged.core.messages import EngineRequest, TokenLogprobs
 
 
 class Constraint(Protocol):
-    """What the text of a request must look like; see `jaxpaged.constraints`."""
+    """What the text of a request must look like; see `jaxpaged.engine.constraints`."""
 
     @property
     def ready(self) -> bool: ...

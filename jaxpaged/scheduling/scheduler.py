@@ -10,14 +10,13 @@ that would take all of it leaves half to shorter ones, so that neither do they w
 
 from collections.abc import Iterable, Sequence
 
-from jaxpaged.messages import EngineRequest, TokenDelta, TokenLogprobs
-from jaxpaged.outputs import FinishReason
-from jaxpaged.scheduling.admission import Admission
-from jaxpaged.scheduling.block_allocator import BlockAllocator
+from jaxpaged.core.messages import EngineRequest, TokenDelta, TokenLogprobs
+from jaxpaged.core.outputs import FinishReason
+from jaxpaged.scheduling.block_pool import BlockAllocator
 from jaxpaged.scheduling.families import Branch, Families
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager
-from jaxpaged.scheduling.planner import StepPlanner
+from jaxpaged.scheduling.planner import Admission, StepPlanner
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
 from jaxpaged.scheduling.queues import Queues
 from jaxpaged.scheduling.request import Constraint, Request, RequestStatus

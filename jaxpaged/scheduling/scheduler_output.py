@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxpaged.messages import TokenLogprobs
+from jaxpaged.core.messages import TokenLogprobs
 from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, Transfers
 from jaxpaged.scheduling.request import Request
 

@@ -1,0 +1,1 @@
+"""The command line: `jaxpaged X` and `python -m jaxpaged.X`."""

@@ -1,0 +1,131 @@
+"""`python -m jaxpaged.plan`: what a model takes of a device's memory, and how many requests fit, without either."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, NOT_SUPPORTED, EngineConfig
+from jaxpaged.core.errors import ConfigError, JaxpagedError
+from jaxpaged.core.flags import GROUPS, Parser, add_flags, new_parser, parse_flags, settle_model
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxpaged.execution.devices import DeviceInfo
+
+_HERE = ("auto", "cpu", "cuda")
+
+
+def add_device_flag(parser: Parser) -> None:
+    """--device with the names of GPUs that need not be there."""
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, auto (default: what is here), or a GPU that need "
+                        "not be here: a100-40g, a100-80g, a10, l4, l40s, h100, h200, b200")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.plan") -> int:
+    """Run the command.
+
+    Returns:
+        0; 1 if the model does not fit or cannot be read, told in one line.
+    """
+    parser = new_parser(prog, "Print the memory plan of a model on a device: what the engine would print at its start. "
+                        "A config.json is enough for MODEL; neither weights nor the device have to be there.")
+    add_device_flag(parser)
+    parser.add_argument("--lengths", metavar="N", type=int, nargs="+",
+                        help="request lengths in tokens to count (default: some, up to the longest)")
+    parser.add_argument("--no-compile", action="store_true",
+                        help="take the bound of the temporaries instead of compiling the largest step")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_flags(parser, (EngineConfig,), GROUPS, NOT_SUPPORTED, leave_out=("device",))
+    given = parse_flags(parser, argv if argv is not None else sys.argv[1:])
+    device, lengths = given.pop("device", "auto"), given.pop("lengths", None)
+    no_compile, as_json = given.pop("no_compile", False), given.pop("json", False)
+    try:
+        settle_model(given)
+        if lengths and min(lengths) < 1:
+            raise ConfigError("--lengths must be at least 1")
+        config = EngineConfig(**given)
+    except ConfigError as error:
+        parser.error(str(error))
+    try:
+        text, values = _plan(config, device, not no_compile, lengths)
+    except JaxpagedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(values, indent=2) if as_json else "\n".join(text))
+    return 0
+
+
+def device_named(name: str, config: EngineConfig, report: Callable[[str], None]) -> "DeviceInfo":
+    """The device that programs are planned and compiled for: what is here, or a GPU by its name.
+
+    Where no compiler for that GPU is here, `devices` is empty, and `report` takes a line with the reason.
+    """
+    # Only here, and below: --help and a bad flag answer at once.
+    from jaxpaged.execution import aot
+    from jaxpaged.execution.devices import DeviceInfo, fix_platform, select_device
+    from jaxpaged.execution.gpu_targets import find_gpu
+
+    count = config.tensor_parallel_size
+    if name in _HERE:
+        return select_device(name, count, config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
+    gpu = find_gpu(name)
+    fix_platform("cpu")
+    devices: tuple[jax.Device, ...] = ()
+    try:
+        devices = aot.compile_only_devices(gpu, count)
+    except ConfigError as error:
+        report(str(error))
+    return DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, devices)
+
+
+def compiling_for(name: str) -> contextlib.AbstractContextManager[None]:
+    """Around what compiles for the device of this name: JAX's cache serves devices that are here alone."""
+    from jaxpaged.execution import aot
+
+    return contextlib.nullcontext() if name in _HERE else aot.no_persistent_cache()
+
+
+def _plan(
+    config: EngineConfig, device_name: str, compiling: bool, lengths: Sequence[int] | None
+) -> tuple[list[str], dict[str, Any]]:
+    """The plan as text and for --json."""
+    from jaxpaged.engine.planning import lengths_of_interest
+    from jaxpaged.engine.startup import model_of, plan_engine, temporaries_matter
+    from jaxpaged.loading.checkpoint import read_config
+    from jaxpaged.loading.hub import resolve_config
+
+    hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
+    device = device_named(device_name, config, _say)
+    compiling = compiling and temporaries_matter(config, device)
+    if compiling:
+        _say("compiling the largest step ...")
+    with compiling_for(device_name):
+        plan = plan_engine(config, model_of(config, hf, device.platform), device, _say, compiling=compiling)
+    memory = plan.memory
+    lengths = sorted(set(lengths or lengths_of_interest(plan.max_model_len)))
+    text = memory.lines(device.kind, tuple(lengths))
+    text.append(f"  {plan.definition.num_parameters:,} parameters in {plan.dtype.name}; temporaries are "
+                f"{'those of the compiled step' if compiling else 'an upper bound, not compiled'}")
+    return text, {
+        "device": device.kind,
+        **dataclasses.asdict(memory),
+        "pool_bytes": memory.pool_bytes,
+        "tokens": memory.tokens,
+        "temporaries_compiled": compiling,
+        "parameters": plan.definition.num_parameters,
+        "dtype": plan.dtype.name,
+        "kv_cache_dtype": plan.cache.dtype.name,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.shape.max_num_seqs,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "step_sizes": list(plan.shape.sizes),
+        "concurrent_requests": {str(length): memory.concurrent(length) for length in lengths},
+    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

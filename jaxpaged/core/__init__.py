@@ -1,0 +1,1 @@
+"""Frozen values and their checks: configuration, sampling parameters, outputs, messages. Standard library only."""

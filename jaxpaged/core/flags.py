@@ -1,0 +1,138 @@
+"""How the commands' flags are made from the fields of a config's dataclass: one home for each flag, one way to read it.
+
+Only the standard library is imported here: `--help` and a typo answer at once.
+"""
+
+import argparse
+import difflib
+import json
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from jaxpaged.core.errors import ConfigError
+
+GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
+          "server": "server", "limits": "limits on what a client may send or ask for"}
+
+
+class Parser(argparse.ArgumentParser):
+    """One line per error, and no guessing from abbreviations."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def new_parser(prog: str, description: str) -> Parser:
+    """A parser of `PROG [MODEL] [flags]`, with nothing but --help.
+
+    SUPPRESS keeps what was not given out of the namespace: the dataclasses alone know the defaults.
+    """
+    parser = Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False,
+                    usage=f"{prog} [MODEL] [flags]", description=description)
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="help", help="show this text and exit")
+    return parser
+
+
+def add_flags(parser: Parser, configs: Sequence[type], groups: Mapping[str, str], not_supported: Collection[str],
+              leave_out: Collection[str] = ()) -> None:
+    """Add a flag for each field of these dataclasses that has help; `metadata` has its group, choices, other names."""
+    sections = {name: parser.add_argument_group(title) for name, title in groups.items()}
+    for config in configs:
+        types = typing.get_type_hints(config)
+        for item in fields(config):
+            if item.name not in leave_out and "help" in item.metadata:
+                _add_flag(sections[item.metadata["group"]], item, types[item.name], item.name in not_supported)
+
+
+def settle_model(given: dict[str, Any]) -> None:
+    """Make one of the positional MODEL and --model.
+
+    Raises:
+        ConfigError: both are given and differ.
+    """
+    positional = given.pop("model_argument", None)
+    if positional is None:
+        return
+    if given.setdefault("model", positional) != positional:
+        raise ConfigError(f"the model is given twice, as {positional} and as --model {given['model']}; keep one")
+
+
+def _add_flag(group: Any, item: Any, kind: Any, not_supported: bool) -> None:
+    meta = item.metadata
+    names = [flag_of(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
+    help = meta["help"]
+    if not_supported:
+        only = "on" if item.default is True else item.default
+        help += f" (only {only} is supported so far)" if only else " (not supported yet)"
+    elif item.default not in (None, False, (), "") and "default:" not in help:
+        default = " ".join(item.default) if isinstance(item.default, tuple) else item.default
+        help += f" (default: {'on' if default is True else default})"
+    help = help.replace("%", "%%")
+    options = [option for option in (typing.get_args(kind) or (kind,)) if option is not type(None)]
+    if kind is bool:
+        switch: Any = "store_true" if item.name.startswith("disable_") else argparse.BooleanOptionalAction
+        group.add_argument(*names, dest=item.name, action=switch, help=help)
+    elif typing.get_origin(kind) is tuple:
+        group.add_argument(*names, dest=item.name, action=_Several, nargs="+", metavar=meta.get("metavar"), help=help)
+    else:
+        reader = _json_object if typing.get_origin(options[0]) is dict else options[0]
+        metavar = meta.get("metavar", None if "choices" in meta else _metavar(options[0]))
+        group.add_argument(*names, dest=item.name, type=reader, choices=meta.get("choices"), metavar=metavar, help=help)
+
+
+class _Several(argparse.Action):
+    """Values after one flag, after the same flag again, or as one JSON list."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        if len(values) == 1 and values[0].startswith("["):
+            try:
+                values = json.loads(values[0])
+            except ValueError:
+                values = None
+            if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+                raise argparse.ArgumentError(self, "neither plain values nor a JSON list of strings")
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))
+
+
+def _metavar(kind: Any) -> str:
+    return {int: "N", float: "X"}.get(kind, "JSON" if typing.get_origin(kind) is dict else "TEXT")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+_json_object.__name__ = "JSON object"
+
+
+def flag_of(name: str) -> str:
+    """How a user spells a field of a config, or a limit."""
+    return "--" + name.replace("_", "-")
+
+
+def parse_flags(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
+    """What was given, by field; an unknown flag ends the process with the nearest known one."""
+    namespace, unknown = parser.parse_known_args([_with_dashes(item) for item in argv])
+    if unknown:
+        flags = [item for item in unknown if item.startswith("-")]
+        if not flags:
+            parser.error(f"unexpected argument {unknown[0]}: only one MODEL can be given")
+        known = [name for action in parser._actions for name in action.option_strings
+                 if action.help != argparse.SUPPRESS]
+        wrong = flags[0].partition("=")[0]
+        near = difflib.get_close_matches(wrong, known, 1)
+        parser.error(f"unknown flag {wrong}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"))
+    return vars(namespace)
+
+
+def _with_dashes(item: str) -> str:
+    # --max_model_len is how keyword arguments are spelled, and a common habit
+    name, equals, value = item.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else item

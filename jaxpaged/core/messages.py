@@ -1,0 +1,232 @@
+"""What crosses between the engine and whoever feeds it, in one process or between two.
+
+One batch goes each way per step. Token ids and stop ids live on the engine side; text, stop strings and templates on
+the other. Times are seconds of `time.monotonic()`, which all processes of one machine share.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from jaxpaged.core.outputs import FinishReason
+from jaxpaged.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must look like, known to compile.
+
+    Attributes:
+        text: for llguidance.
+        num_bytes: of memory that it takes compiled.
+    """
+
+    text: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to generate; a request with n > 1 becomes n of these, told apart by `choice`.
+
+    Attributes:
+        request_id: unique among the live ones.
+        stop_token_ids: ids that end generation: the user's own, and the model's end ids unless `ignore_eos`.
+        eos_token_ids: the model's end ids alone; a stop on one of them reports no `stop_reason`.
+        max_tokens: resolved by the sender; prompt and max_tokens together fit the context.
+        bad_word_ids: tokens that must not come one after another in the output.
+        grammar: which the text must follow.
+        seed: resolved seed of 64 bits, or None for one of the engine's choice.
+        cache_salt: requests share prefixes only with those of the same salt.
+        skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
+        pooling: make an embedding of the prompt, of its last token or the mean of all; the token drawn is of no use.
+        fork_of: id of the request's first choice, with which it shares the prompt: it is computed once for all choices.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    seed: int | None = None
+    choice: int = 0
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    skip_prefix_read: bool = False
+    grammar: Grammar | None = None
+    pooling: Literal["last", "mean"] | None = None
+    fork_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Stop these requests now; unknown or finished ids are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Share nothing that has been computed so far with later requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribePool:
+    """Ask for a PoolState, which comes with the next outputs; nothing is kept or counted while nobody asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Finish nothing more and end the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position.
+
+    Attributes:
+        logprob: of the token that is there.
+        rank: 1 and the number of tokens that are more probable.
+        top: (id, logprob) of the most probable tokens in order, as many as were asked for.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenDelta(NamedTuple):
+    """The newest tokens of one sequence, and its end if it has come.
+
+    A step makes one for each running sequence: a tuple costs less than a dataclass.
+
+    `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
+    `logprobs` has one entry for each of `token_ids` if the request asks for them, else none; `prompt_logprobs`, once,
+    with the first token or the end, one for each prompt token but the first. `embedding` is that of the prompt, if the
+    request asks for it.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    scheduled_time: float | None = None
+    error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """State of the engine after a step; counters are totals since its start.
+
+    `blocks_cached` are free, but hold content that a request may share.
+    `blocks_used_sum` and `blocks_shared_sum` add up, over all steps, the blocks that have owners and the owners beyond
+    each block's first.
+    `kv_slots_held_sum` and `kv_slots_empty_sum` add up the two gauges over all steps, for a mean over a run.
+    `step_seconds` holds (kind, seconds) of the steps since the last message, kind being "decode", "prefill" or "mixed";
+    `step_tokens` the number of real tokens in each.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    blocks_cached: int = 0
+    blocks_used_sum: int = 0
+    blocks_shared_sum: int = 0
+    kv_slots_held: int = 0
+    kv_slots_empty: int = 0
+    kv_slots_held_sum: int = 0
+    kv_slots_empty_sum: int = 0
+    num_preemptions: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    padding_tokens: int = 0
+    compilations: int = 0
+    device_idle_seconds: float = 0.0
+    step_seconds: tuple[tuple[str, float], ...] = ()
+    step_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine knows once it is ready to serve.
+
+    Attributes:
+        num_programs: that it may need.
+        num_compiled: of these, compiled or loaded at the start: all, unless it compiles lazily.
+    """
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_programs: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    start_seconds: float
+    eos_token_ids: tuple[int, ...] = ()
+    num_host_blocks: int = 0
+    attention: str = ""
+    num_compiled: int = 0
+
+    def summary(self) -> str:
+        """The start-up line for people."""
+        tokens = (self.num_blocks - 1) * self.block_size  # the null block holds none
+        return (
+            f"{self.model} ({self.architecture}) on {self.device}, {self.dtype}: "
+            f"weights {self.weight_bytes / 2**20:,.0f} MiB, "
+            f"{self.num_blocks:,} KV blocks of {self.block_size} hold {tokens:,} tokens "
+            f"({self.kv_cache_bytes / 2**20:,.0f} MiB), context {self.max_model_len:,}, "
+            f"attention by {self.attention}, {self.num_programs} programs, ready in {self.start_seconds:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """What every KV block is used for at one moment.
+
+    Attributes:
+        blocks: a letter for each block but the null block: f free, o owned by one request, s shared by several,
+            c free with content that a later request may share.
+        swapped: blocks whose content lies in host memory.
+    """
+
+    blocks: str
+    swapped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutputs:
+    """One batch from the engine: what each sequence gained, and the state after it."""
+
+    deltas: tuple[TokenDelta, ...]
+    stats: EngineStats
+    pool: PoolState | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Column by column, a fifth of the time: pickle names the class of each tuple that is not a plain one.
+        return _unpacked, (tuple(zip(*self.deltas, strict=True)), self.stats, self.pool)
+
+
+def _unpacked(columns: tuple[tuple[Any, ...], ...], stats: EngineStats, pool: PoolState | None) -> EngineOutputs:
+    return EngineOutputs(tuple(map(TokenDelta._make, zip(*columns, strict=True))), stats, pool)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """The engine has ended on an error; nothing follows."""
+
+    message: str

@@ -1,0 +1,140 @@
+"""Running constraints on texts: which tokens may come next, computed beside the engine's thread.
+
+A constraint's mask depends on the last id, so its row sits out the step that would follow at once; other rows run on.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.core.messages import Grammar
+from jaxpaged.text.bounded_cache import BoundedCache
+from jaxpaged.text.structured_outputs import Vocabulary
+from jaxpaged.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 64  # grammars kept compiled
+_THREADS = 2
+
+
+class Constraint:
+    """One sequence's place in its grammar. All methods belong to the engine's thread.
+
+    Attributes:
+        failed: it cannot be computed: its mask, once it is there, allows nothing.
+    """
+
+    def __init__(self, submit: Callable[[Callable[[], Any]], Future[Any]], compile: Callable[[], Any],
+                 words: int) -> None:
+        self._submit, self._words = submit, words
+        self._matcher: Any = None
+        self.failed = False
+        self._job: Future[Any] = submit(lambda: self._guarded(lambda: self._begin(compile)))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next token's mask is there."""
+        return self._job.done()
+
+    def mask(self) -> np.ndarray:
+        """uint32 [W], a bit for each token that may come next; none where the grammar has come to its limits."""
+        found: np.ndarray = self._job.result()
+        return found
+
+    def advance(self, token: int) -> bool:
+        """Go on behind a token that has been drawn; True if nothing may follow it."""
+        self._job.result()
+        if self._matcher is None or not self._matcher.consume_token(token) or self._matcher.is_stopped():
+            return True
+        self._job = self._submit(lambda: self._guarded(self._compute))
+        return False
+
+    def _guarded(self, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        try:
+            return compute()
+        except Exception:  # whatever it is, it must stay with this request, which ends with an error
+            logger.exception("a constraint cannot be computed")
+            self.failed = True
+            return np.zeros(self._words, np.uint32)
+
+    def _begin(self, compile: Callable[[], Any]) -> np.ndarray:
+        matcher = compile()
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        self._matcher = matcher
+        return self._compute()
+
+    def _compute(self) -> np.ndarray:
+        mask = np.zeros(self._words, np.uint32)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        mask[: len(bits)] = bits[: len(mask)]  # its last word may be beyond the vocabulary
+        return mask
+
+
+class Constraints:
+    """Makes constraints for one model; what it compiles is kept, up to a bound.
+
+    Args:
+        load_tokenizer: called once, by another thread, when the first constraint is wanted.
+        eos_token_ids: the model's end ids.
+        vocab_size: ids that the model knows.
+        num_logits: entries of a mask; those beyond the vocabulary are never allowed.
+        most_bytes: of compiled grammars that are kept.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, eos_token_ids: tuple[int, ...], vocab_size: int,
+                 num_logits: int, most_bytes: int) -> None:
+        self._load, self._eos, self._vocab_size = load_tokenizer, eos_token_ids, vocab_size
+        self._words = -(-num_logits // 32)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._compiled: BoundedCache[str, Any] = BoundedCache(MAX_COMPILED, most_bytes)
+        self._news = threading.Event()
+
+    def begin(self, grammar: Grammar) -> Constraint:
+        """A constraint at its beginning; it compiles in another thread."""
+        return Constraint(self._submit, lambda: self._compile(grammar), self._words)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until some mask is there that was not at the last call, at most `timeout` seconds."""
+        self._news.wait(timeout)
+        self._news.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, job: Callable[[], Any]) -> Future[Any]:
+        future = self._threads.submit(job)
+        future.add_done_callback(lambda _: self._news.set())
+        return future
+
+    def _compile(self, grammar: Grammar) -> Any:
+        from llguidance import LLMatcher
+
+        made = self._compiled.get(grammar.text)
+        if made is None:
+            with self._lock:
+                if self._vocabulary is None:
+                    self._vocabulary = self._read_vocabulary()
+            made = LLMatcher(self._vocabulary, grammar.text, log_level=0)
+            self._compiled.put(grammar.text, made, grammar.num_bytes)
+        with self._lock:
+            return made.deep_copy()
+
+    def _read_vocabulary(self) -> Any:
+        from llguidance import LLTokenizer
+
+        tokenizer = self._load()
+        count = min(tokenizer.vocab_size, self._vocab_size)
+        ends = sorted(tokenizer.eos_token_ids.union(self._eos))
+        special = [token for token in range(count) if tokenizer.is_special(token)]
+        vocabulary = Vocabulary([tokenizer.token_bytes(token) for token in range(count)], special, ends,
+                                tokenizer.encode_further)
+        return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=ends)  # type: ignore[arg-type]

@@ -1,0 +1,236 @@
+"""The loop's one step: schedule, dispatch, take in what the step before has sampled."""
+
+import dataclasses
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxpaged.core.config import EngineConfig
+from jaxpaged.core.errors import ContextLengthError, RequestError
+from jaxpaged.core.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
+from jaxpaged.engine.beam_search import BeamSearches
+from jaxpaged.engine.constraints import Constraints
+from jaxpaged.engine.startup import InMemoryModel, prepare
+from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
+from jaxpaged.execution.step_functions import Params
+from jaxpaged.loading.hub import resolve_model
+from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.host_tier import HostTier
+from jaxpaged.scheduling.policy import POLICIES
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+
+_CONSTRAINT_SECONDS = 0.1  # between looks at what has come meanwhile
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    if config.tokenizer:
+        return load_tokenizer(resolve_model(config.tokenizer, None, config.download_dir))
+    return load_tokenizer(resolve_model(config.model, config.revision, config.download_dir))
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+class Engine:
+    """One model on one device, serving many requests at once. Not thread-safe: one thread owns it.
+
+    Args:
+        config: what to load and how to run it.
+        report: called with each line that the user should see at start.
+        model: a model already in memory, in place of `config.model`.
+
+    Attributes:
+        info: what it has settled on.
+        broken: a step has been left in the middle by an exception; nothing can go on from there.
+
+    Raises:
+        ConfigError, CheckpointError: with what to change.
+    """
+
+    def __init__(
+        self, config: EngineConfig, report: Callable[[str], None] = _silent, *, model: InMemoryModel | None = None
+    ) -> None:
+        ready = prepare(config, report, model)
+        self.info: EngineInfo = ready.info
+        self._runner: ModelRunner = ready.runner
+        self._allocator = BlockAllocator(ready.info.num_blocks)
+        self._host = HostTier(ready.info.num_host_blocks, ready.chunk_sizes) if ready.info.num_host_blocks else None
+        self._scheduler = Scheduler(
+            self._allocator,
+            block_size=ready.info.block_size,
+            max_num_seqs=ready.info.max_num_seqs,
+            max_num_batched_tokens=ready.info.max_num_batched_tokens,
+            step_sizes=ready.shape.sizes,
+            policy=POLICIES[config.scheduling_policy](),
+            prefix_caching=config.enable_prefix_caching,
+            host=self._host,
+            swap=config.preemption_mode == "swap",
+        )
+        self._constraints = Constraints(
+            lambda: _load_tokenizer(config), eos_token_ids=ready.info.eos_token_ids,
+            vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits,
+            most_bytes=config.limits.max_grammar_cache_bytes)
+        self._beams = BeamSearches()
+        self._seed = config.seed
+        self._num_seeded = 0
+        self._in_flight: StepInFlight | None = None
+        self._undelivered: list[TokenDelta] = []
+        self._stats = EngineStats(blocks_total=self._allocator.num_usable, compilations=self._runner.num_compiled)
+        self._busy_since: float | None = None
+        self.broken = False
+
+    @property
+    def params(self) -> Params:
+        """The weights on the device, as a nested dict."""
+        return self._runner.params
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: its id is live already, or it can never fit.
+        """
+        if self._scheduler.is_live(request.request_id) or self._beams.is_live(request.request_id):
+            raise RequestError("a request with this id is already running", param="request_id")
+        length = len(request.prompt_token_ids) + request.max_tokens
+        room = min(self.info.max_model_len, self._allocator.num_usable * self.info.block_size)
+        if not request.prompt_token_ids or length > room:
+            raise ContextLengthError(f"prompt and max_tokens need {length} tokens, the context holds {room}",
+                                     code="context_length_exceeded")
+        if request.params.use_beam_search:
+            first = self._beams.add(request)
+            if first is not None:
+                self._scheduler.add(first[0], branches=first[1])
+            return
+        if request.seed is None:
+            request = dataclasses.replace(request, seed=self._next_seed())
+        self._scheduler.add(request, None if request.grammar is None else self._constraints.begin(request.grammar))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests; the next step delivers their last delta. Unknown ids are ignored."""
+        request_ids = list(request_ids)
+        deltas, inside = self._beams.abort(request_ids)
+        self._undelivered += deltas + self._scheduler.abort(request_ids)
+        self._scheduler.abort(inside)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do or deliver anything."""
+        return self._scheduler.has_unfinished() or self._in_flight is not None or bool(self._undelivered)
+
+    def step(self) -> EngineOutputs:
+        """Dispatch the next step, then wait for the one before it.
+
+        Returns:
+            What the step before gave; nothing on the first call, since a step's ids arrive with the next one.
+        """
+        self.broken = True
+        self._note_idle_device()
+        step = self._scheduler.schedule(time.monotonic())
+        dispatched = self._runner.dispatch(step) if step.pieces else None
+        if dispatched is None and self._in_flight is None and not self._undelivered:
+            self._constraints.wait(_CONSTRAINT_SECONDS)  # there is nothing else that the requests could wait for
+        deltas, self._undelivered = self._undelivered, []
+        if self._in_flight is not None:
+            deltas += self._with_beams(self._collect(self._in_flight))
+        self._in_flight = dispatched
+        stats = self.stats()
+        self._stats = dataclasses.replace(self._stats, step_seconds=(), step_tokens=())
+        self.broken = False
+        return EngineOutputs(tuple(deltas), stats)
+
+    def stats(self) -> EngineStats:
+        """The engine's state now."""
+        held, empty = self._scheduler.kv_slots()
+        return dataclasses.replace(
+            self._stats,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            blocks_used=self._allocator.num_used,
+            blocks_cached=self._allocator.num_kept,
+            kv_slots_held=held,
+            kv_slots_empty=empty,
+            num_preemptions=self._scheduler.num_preemptions,
+            blocks_swapped_out=self._scheduler.num_swapped[0],
+            blocks_swapped_in=self._scheduler.num_swapped[1],
+            compilations=self._runner.num_compiled,
+        )
+
+    def pool_state(self) -> PoolState:
+        """What every KV block is used for now."""
+        return PoolState(self._allocator.letters(), self._host.num_used if self._host is not None else 0)
+
+    def update_weights(self, params: Mapping[Any, Any]) -> None:
+        """Use other weights from the next step on.
+
+        Raises:
+            ConfigError: the tree, a shape or a dtype is not that of the loaded weights.
+        """
+        self._runner.replace_params(params)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Share nothing that has been computed so far with later requests."""
+        self._scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Assert that the books on blocks, slots and queues agree."""
+        self._scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        """Drop what is running and wait for the device, so that nothing uses the weights any more."""
+        self._scheduler.abort(self._scheduler.live_ids())
+        self._constraints.close()
+        self._undelivered.clear()
+        if self._in_flight is not None:
+            self._in_flight.sampled()
+            self._in_flight = None
+
+    def _collect(self, running: StepInFlight) -> list[TokenDelta]:
+        sampled = running.sampled()
+        now = time.monotonic()
+        held, empty = self._scheduler.kv_slots()
+        began, self._busy_since = self._busy_since or now, now
+        self._stats = dataclasses.replace(
+            self._stats,
+            blocks_used_sum=self._stats.blocks_used_sum + self._allocator.num_used,
+            blocks_shared_sum=self._stats.blocks_shared_sum + self._allocator.num_shared,
+            kv_slots_held_sum=self._stats.kv_slots_held_sum + held,
+            kv_slots_empty_sum=self._stats.kv_slots_empty_sum + empty,
+            padding_tokens=self._stats.padding_tokens + running.size - running.step.num_tokens,
+            step_seconds=((running.step.kind, now - began),),
+            step_tokens=(running.step.num_tokens,),
+        )
+        return self._scheduler.update(running.step, sampled, running.sampled_logprobs(),
+                                      [rows.read() for rows in running.scored])
+
+    def _with_beams(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """Deltas for outside; those of beam searches say how their requests inside go on."""
+        if not self._beams:
+            return deltas
+        outside, gone, branches = self._beams.take(deltas)
+        self._scheduler.abort(gone)
+        self._scheduler.go_on(branches)
+        return outside
+
+    def _note_idle_device(self) -> None:
+        """Count the time in which the device had nothing although there was work."""
+        now = time.monotonic()
+        if self._in_flight is None:
+            self._busy_since = now
+        elif self._in_flight.is_ready() and self._busy_since is not None:
+            # It may have been ready for part of this time only: an upper bound.
+            idle = now - self._busy_since
+            self._stats = dataclasses.replace(self._stats,
+                                              device_idle_seconds=self._stats.device_idle_seconds + idle)
+
+    def _next_seed(self) -> int:
+        """Entropy of the operating system, or a number from the engine's seed and the request's ordinal."""
+        if self._seed is None:
+            return secrets.randbits(64)
+        self._num_seeded += 1
+        digest = hashlib.blake2b(f"{self._seed} {self._num_seeded}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")

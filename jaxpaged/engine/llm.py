@@ -1,0 +1,372 @@
+"""Offline use: `LLM` and `generate`, with the engine in the caller's process."""
+
+import dataclasses
+import difflib
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from jaxpaged.core.config import DEFAULT_MODEL, EngineConfig
+from jaxpaged.core.errors import ConfigError, EngineDeadError, NotSupportedError, RequestError, first_line
+from jaxpaged.core.messages import EngineInfo
+from jaxpaged.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.interrupts import HeldInterrupts
+from jaxpaged.engine.startup import InMemoryModel
+from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalised
+from jaxpaged.frontend.front import Front
+from jaxpaged.frontend.input_processor import ProcessedRequest
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+def print_line(line: str) -> None:
+    """Show a start-up line to the user without touching what the program prints."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def in_memory_model(model: Any) -> InMemoryModel | None:
+    """A (module, params) pair as a model in memory; None for a name or path.
+
+    Raises:
+        ConfigError: a pair of something else.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        return None
+    from jaxpaged.models.transformer import Transformer
+
+    if not isinstance(model, tuple) or len(model) != 2 or not isinstance(model[0], Transformer):
+        raise ConfigError("model must be a name, a path, or a pair of a jaxpaged Transformer module and its params")
+    return InMemoryModel(*model)
+
+
+class LLM:
+    """A loaded model and its engine, for batches of prompts. Calls from several threads run one after the other.
+
+    Ctrl-C ends the call that runs, with its requests, and leaves the LLM usable.
+
+    Args:
+        model: a directory, a .gguf file, a hub id, nothing for the embedded default, or a (module, params) pair of a
+            `jaxpaged.models` module and the pure dict of its parameters, which are used where they are.
+        engine_args: any field of `EngineConfig`; they are the server's flags with underscores.
+
+    Raises:
+        ConfigError, CheckpointError: with what to change.
+    """
+
+    def __init__(self, model: Any = DEFAULT_MODEL, **engine_args: Any) -> None:
+        in_memory = in_memory_model(model)
+        name = "in-memory" if in_memory else model
+        config = EngineConfig.from_kwargs(model=name, **engine_args)
+        self._config = config
+        self._engine: Engine | None = Engine(config, print_line, model=in_memory)
+        self.info: EngineInfo = self._engine.info
+        self._front = Front(config, self.info, has_files=in_memory is None)
+        self._lock = threading.Lock()  # around every use of the engine, and of what is not `inputs` in the front
+        self._gone = "this LLM has been shut down; make a new one"
+        self._ordinals = itertools.count()
+        print_line(self.info.summary())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at once.
+
+        Args:
+            prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these;
+                ids may come as arrays of numpy or JAX.
+            sampling_params: one for all, one for each, or None for the model's defaults.
+            use_tqdm: show a progress bar.
+            priority: one for each, the smaller is served first, with scheduling_policy="priority".
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or a parameter cannot be used; nothing has run then.
+        """
+        return self._run([(prompt, True) for prompt in _batch(prompts)], sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template.
+
+        Args:
+            tools: that the template tells the model of, in OpenAI's form; calls are part of the text.
+        """
+        one = not messages or isinstance(messages[0], Mapping)
+        prompts = [
+            self._front.inputs.render_chat(
+                conversation, tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs else None)
+            for conversation in ([messages] if one else messages)
+        ]
+        return self._run([(prompt, False) for prompt in prompts], sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self._front.needed_tokenizer.hf
+
+    def get_metrics(self) -> dict[str, float]:
+        """Metrics by name, as the server's /metrics spells them; histograms as name_sum and name_count.
+
+        Beside them `jaxpaged:kv_internal_fragmentation_ratio_mean`, the mean over all steps so far, and sums over all
+        steps of the blocks in use and of those that sharing saved.
+        """
+        with self._lock:
+            stats = self._live_engine().stats()
+            self._front.metrics.record_stats(dataclasses.replace(stats, step_seconds=(), step_tokens=()))
+            values = self._front.metrics.values()
+        held = stats.kv_slots_held_sum
+        values["jaxpaged:kv_internal_fragmentation_ratio_mean"] = stats.kv_slots_empty_sum / held if held else 0.0
+        values["jaxpaged:kv_blocks_used_sum"] = stats.blocks_used_sum
+        values["jaxpaged:kv_blocks_shared_sum"] = stats.blocks_shared_sum
+        return values
+
+    def get_params(self) -> dict[Any, Any]:
+        """The weights on the device, as the nested dict that `update_weights` takes. They must not be donated."""
+        return self._live_engine().params
+
+    def update_weights(self, params: Mapping[Any, Any]) -> None:
+        """Use other weights of the same shapes and dtypes from the next request on.
+
+        Raises:
+            ConfigError: the tree, a shape or a dtype differs.
+        """
+        with self._lock, HeldInterrupts():
+            self._live_engine().update_weights(params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Share nothing that has been computed so far with later requests; always succeeds."""
+        with self._lock, HeldInterrupts():
+            self._live_engine().reset_prefix_cache()
+        return True
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        ignore_eos: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The most probable continuations of prompts, as far as a beam search finds them.
+
+        Args:
+            beam_width: sequences followed at once, and returned.
+            length_penalty, early_stopping: see `SamplingParams`.
+
+        Returns:
+            One output per prompt, its choices the best first, each with `cumulative_logprob`.
+        """
+        params = SamplingParams(
+            n=beam_width, use_beam_search=True, max_tokens=max_tokens, length_penalty=length_penalty,
+            early_stopping=early_stopping, ignore_eos=ignore_eos, logprobs=0, temperature=0)
+        return self.generate(prompts, params, use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, pooling: str = "last",
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings of prompts, from the hidden states behind the model's last norm; needs `enable_embeddings=True`.
+
+        Args:
+            prompts: see `generate`.
+            pooling: "last" for the last token's state, "mean" for the mean of all.
+            normalize: make vectors of length 1.
+
+        Returns:
+            One output per prompt, in their order; the vector is `output.outputs.embedding`.
+
+        Raises:
+            RequestError: a prompt cannot be used; nothing has run then.
+        """
+        if not self._config.enable_embeddings:
+            raise NotSupportedError("embeddings need an LLM made with enable_embeddings=True")
+        requests = [for_embedding(self._front.inputs.process(f"request-{next(self._ordinals)}", prompt,
+                                                             EMBEDDING_PARAMS), pooling) for prompt in _batch(prompts)]
+        outputs = []
+        for output in self._run_all(requests, use_tqdm):
+            assert output.embedding is not None, f"{output.request_id} ended without an embedding"
+            vector = tuple(normalised(output.embedding)) if normalize else output.embedding
+            outputs.append(EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, EmbeddingOutput(vector)))
+        return outputs
+
+    def shutdown(self) -> None:
+        """Free the model and the KV pool; the LLM cannot be used any more."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.shutdown()
+                self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _live_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineDeadError(self._gone)
+        return self._engine
+
+    def _run(
+        self,
+        prompts: list[tuple[Prompt, bool]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        self._live_engine()
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts; give one for each",
+                               param="priority")
+        requests = [
+            self._front.inputs.process(f"request-{next(self._ordinals)}", prompt, _final_only(params),
+                                       add_special_tokens=add_special_tokens, priority=number)
+            for (prompt, add_special_tokens), params, number in zip(
+                prompts, _spread(sampling_params, len(prompts)), priority or [0] * len(prompts), strict=True)
+        ]
+        return self._run_all(requests, use_tqdm)
+
+    def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        with self._lock, HeldInterrupts() as interrupts:
+            engine = self._live_engine()
+            try:
+                for request in requests:
+                    self._front.begin(request)
+                    for sequence in request.sequences:
+                        engine.add_request(sequence)
+                finished = self._finish_all(engine, requests, use_tqdm, interrupts)
+            except BaseException as error:  # a refusal, an interrupt or a failure: leave nothing running
+                self._leave(engine, requests, error)
+                raise
+        return [finished[request.request_id] for request in requests]
+
+    def _finish_all(
+        self, engine: Engine, requests: Sequence[ProcessedRequest], use_tqdm: bool, interrupts: HeldInterrupts
+    ) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+            tokens = 0
+            while engine.has_work():
+                interrupts.check()
+                done = self._front.process(engine.step(), time.monotonic())
+                engine.abort(done.to_abort)
+                for output in done.outputs:
+                    if output.finished:
+                        finished[output.request_id] = output
+                        tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                        bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                        bar.update()
+        return finished
+
+    def _leave(self, engine: Engine, requests: Sequence[ProcessedRequest], error: BaseException) -> None:
+        """Abort requests; an engine that has failed in the middle of a step is given up, and its memory with it."""
+        for request in requests:
+            sequences = self._front.abort(request.request_id, time.monotonic())
+            if not engine.broken:
+                engine.abort(sequences)
+        if engine.broken:
+            self._engine = None
+            self._gone = f"this LLM's engine has failed ({type(error).__name__}: {first_line(error)}); make a new one"
+
+
+def generate(
+    model: Any,
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    engine_args: Mapping[str, Any] | None = None,
+    use_tqdm: bool = True,
+    **sampling: Any,
+) -> list[RequestOutput]:
+    """Complete prompts with a model in one call.
+
+    Args:
+        model: whatever `LLM` takes, or an `LLM`, which is then used as it is and kept.
+        prompts: see `LLM.generate`.
+        sampling_params: one for all or one for each; or give fields of `SamplingParams` as keywords.
+        engine_args: keyword arguments for `LLM`.
+
+    Returns:
+        One output per prompt, in their order.
+    """
+    if sampling:
+        if sampling_params is not None:
+            raise RequestError("give sampling_params or keywords, not both", param="sampling_params")
+        sampling_params = _params_from(sampling)
+    if isinstance(model, LLM):
+        return model.generate(prompts, sampling_params, use_tqdm)
+    with LLM(model, **(engine_args or {})) as llm:
+        return llm.generate(prompts, sampling_params, use_tqdm)
+
+
+def _params_from(sampling: Mapping[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**sampling)
+    except TypeError as error:
+        known = [item.name for item in dataclasses.fields(SamplingParams)]
+        unknown = next((name for name in sampling if name not in known), None)
+        if unknown is None:
+            raise
+        near = difflib.get_close_matches(unknown, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RequestError(f"unknown sampling parameter {unknown}{hint}", param=unknown) from error
+
+
+def _batch(prompts: Any) -> list[Prompt]:
+    if hasattr(prompts, "tolist"):  # an array of numpy or JAX: one prompt's ids, or a row for each prompt
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, Mapping)) or (
+            isinstance(prompts, Sequence) and prompts and all(isinstance(item, Integral) for item in prompts)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError("prompts must be a text, a list of token ids, a dict, or a list of these", param="prompt")
+    return list(prompts)
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
+        raise RequestError("sampling_params must be a SamplingParams or a list of them", param="sampling_params")
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all or one for each",
+                           param="sampling_params")
+    return list(params)
+
+
+def _final_only(params: SamplingParams | None) -> SamplingParams | None:
+    # Nobody sees a batch's outputs before they are complete.
+    return params and dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -1,0 +1,140 @@
+"""How many KV blocks a device holds: a pure function of the model, the flags and the device's description."""
+
+from dataclasses import dataclass
+
+from jaxpaged.core.config import DEFAULT_MEMORY_SHARE
+from jaxpaged.models.config import ModelConfig
+
+GIB = 2**30
+CPU_POOL_BYTES = 2 * GIB
+RESERVE_BYTES = GIB // 2  # the runtime's own buffers, inputs and outputs of the steps in flight, fragmentation
+BLOCK_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by use on each of `num_devices` devices, and the number of blocks that follows.
+
+    Attributes:
+        memory_bytes: the device's total memory, or what the process may use on CPU.
+        allowed_bytes: the share of it that may be used.
+        block_bytes: one block in all layers, keys and values, as far as one device holds them.
+        kv_bytes_per_token: of all layers and KV heads, on however many devices they lie.
+    """
+
+    num_devices: int
+    memory_bytes: int
+    allowed_bytes: int
+    weight_bytes: int
+    temporary_bytes: int
+    reserve_bytes: int
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    kv_bytes_per_token: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Everything together."""
+        return self.weight_bytes + self.temporary_bytes + self.reserve_bytes + self.pool_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for two blocks, of which the null block is one, and nothing is over."""
+        return self.num_blocks >= 2 and self.needed_bytes <= self.allowed_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pool holds; the null block holds none."""
+        return max(self.num_blocks - 1, 0) * self.block_size
+
+    def concurrent(self, length: int) -> int:
+        """Requests of `length` tokens that fit at once."""
+        return max(self.num_blocks - 1, 0) // -(-length // self.block_size)
+
+    def lines(self, device: str, lengths: tuple[int, ...]) -> list[str]:
+        """The plan for people, with the number of requests of each of these lengths."""
+        each = "" if self.num_devices == 1 else f", on each of {self.num_devices} devices"
+        requests = ", ".join(f"{self.concurrent(length):,} of {length:,}" for length in lengths)
+        return [
+            f"memory of {device}{each}: {size_text(self.allowed_bytes)} of {size_text(self.memory_bytes)} may be used",
+            f"  weights {size_text(self.weight_bytes)}, temporaries {size_text(self.temporary_bytes)}, reserve "
+            f"{size_text(self.reserve_bytes)}, KV pool {size_text(self.pool_bytes)}",
+            f"  KV pool: {self.num_blocks:,} blocks of {self.block_size} tokens, {self.kv_bytes_per_token:,} bytes per "
+            f"token{' over all devices' if self.num_devices > 1 else ''}, {self.tokens:,} tokens",
+            f"  requests at once, by tokens: {requests}",
+        ]
+
+
+def plan_memory(
+    *,
+    num_devices: int = 1,
+    memory_bytes: int,
+    weight_bytes: int,
+    temporary_bytes: int,
+    block_size: int,
+    block_bytes: int,
+    kv_bytes_per_token: int,
+    on_cpu: bool,
+    share: float | None,
+    pool_bytes: int | None,
+    num_blocks: int | None,
+) -> MemoryPlan:
+    """Plan the pool; all bytes are those of one device, apart from `kv_bytes_per_token`.
+
+    On CPU the pool is min(2 GiB, a quarter of the memory), in all, unless a flag says otherwise.
+
+    Args:
+        temporary_bytes: of the largest step.
+        share, pool_bytes, num_blocks: the flags; the last one given decides.
+
+    Returns:
+        A plan that may not fit; see `MemoryPlan.fits`.
+    """
+    # What a flag names outright, or the CPU's fixed size, may use memory to the full.
+    by_share = num_blocks is None and pool_bytes is None and not (on_cpu and share is None)
+    allowed = int(memory_bytes * (share or DEFAULT_MEMORY_SHARE)) if by_share else memory_bytes
+    reserve = RESERVE_BYTES if by_share else 0
+    if num_blocks is None:
+        if by_share:
+            pool_bytes = allowed - weight_bytes - temporary_bytes - reserve
+        elif pool_bytes is None:
+            pool_bytes = min(CPU_POOL_BYTES // num_devices, memory_bytes // 4)
+        count = max(pool_bytes or 0, 0) // block_bytes
+        num_blocks = count // BLOCK_MULTIPLE * BLOCK_MULTIPLE or count
+    return MemoryPlan(num_devices, memory_bytes, allowed, weight_bytes, temporary_bytes, reserve, block_size,
+                      block_bytes, num_blocks, kv_bytes_per_token)
+
+
+def refusal(plan: MemoryPlan, remedies: list[str]) -> str:
+    """Why a plan that does not fit is refused, with the numbers and the flags that would help."""
+    each = "" if plan.num_devices == 1 else f" on each of {plan.num_devices} devices"
+    return (
+        f"the model does not fit{each}: weights {size_text(plan.weight_bytes)}, temporaries "
+        f"{size_text(plan.temporary_bytes)}, reserve {size_text(plan.reserve_bytes)}, KV pool "
+        f"{size_text(plan.pool_bytes)} ({plan.num_blocks:,} blocks of {size_text(plan.block_bytes)}; at least 2 are "
+        f"needed); {size_text(plan.allowed_bytes)} of {size_text(plan.memory_bytes)} may be used. "
+        f"What would help: {'; '.join(remedies)}"
+    )
+
+
+def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, samples: int, itemsize: int) -> int:
+    """Bytes that the largest step may take for itself on each device, where no compiler can tell.
+
+    A sum of what a layer and the sampler keep at once: residual, norm, queries, keys and values before and after their
+    rotation in float32, attention's output, three MLP activations, and eight arrays of logits. The tests compare it
+    with compiled steps.
+    """
+    heads = -(-config.num_heads // num_devices) + 2 * -(-config.num_kv_heads // min(num_devices, config.num_kv_heads))
+    row = 4 * config.model_dim * (itemsize + 4) + 4 * heads * config.head_dim * (itemsize + 4) + \
+        3 * -(-config.mlp_dim // num_devices) * (itemsize + 4)
+    return tokens * row + 8 * 4 * samples * -(-config.vocab_size // num_devices) + 2**26
+
+
+def size_text(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,57 @@
+"""Which parts of a step run in native CPU kernels: what the user wants, and what can be built here."""
+
+import jax.numpy as jnp
+
+from jaxpaged.core.config import EngineConfig
+from jaxpaged.core.errors import ConfigError
+from jaxpaged.engine.planning import Report
+from jaxpaged.execution.step_functions import NativeKernels
+from jaxpaged.loading.hub import cache_dir
+from jaxpaged.models.attention import can_run_natively
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.pallas_kernels import native_attention, native_build, native_linear
+from jaxpaged.pallas_kernels.kv_pages import is_scaled
+
+
+def choose_native(
+    config: EngineConfig, platform: str, model: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, report: Report
+) -> NativeKernels:
+    """Choose, and build and register what is chosen; one line to `report` where something cannot be built.
+
+    Args:
+        platform: "cpu" or "cuda".
+        dtype, cache_dtype: of the weights and the KV pool.
+
+    Raises:
+        ConfigError: a native kernel is demanded that cannot run here.
+    """
+    attention = _wanted("--cpu-attention", config.cpu_attention, platform, {"--dtype": dtype,
+                                                                            "--kv-cache-dtype": cache_dtype})
+    if attention and not can_run_natively(model):
+        if config.cpu_attention == "native":
+            raise ConfigError("--cpu-attention native computes plain causal attention only, and this model asks for "
+                              "more; leave it out")
+        attention = False
+    if platform == "cpu" and config.cpu_attention == "auto" and is_scaled(cache_dtype):
+        report("XLA computes attention, more slowly than the native kernel would, which reads no 8-bit pages")
+    linear = _wanted("--cpu-linear", config.cpu_linear, platform, {"--dtype": dtype})
+    kernels = [native_attention.KERNEL] * attention + [native_linear.KERNEL] * linear
+    failure = native_build.build(cache_dir() / "native", kernels) if kernels else None
+    if failure is None:
+        return NativeKernels(attention, linear)
+    for flag, value in (("--cpu-attention", config.cpu_attention), ("--cpu-linear", config.cpu_linear)):
+        if value == "native":
+            raise ConfigError(f"{flag} native cannot be built: {failure}; use auto or xla")
+    parts = " and ".join(["attention"] * attention + ["linear layers"] * linear)
+    report(f"XLA computes {parts}, more slowly than native kernels would: {failure}")
+    return NativeKernels()
+
+
+def _wanted(flag: str, value: str, platform: str, dtypes: dict[str, jnp.dtype]) -> bool:
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != jnp.float32}
+    if value == "native" and platform != "cpu":
+        raise ConfigError(f"{flag} native cannot run on {platform}; leave it out")
+    if value == "native" and others:
+        raise ConfigError(f"{flag} native needs float32; add {' and '.join(f'{name} float32' for name in others)}, "
+                          "or leave it out")
+    return value != "xla" and platform == "cpu" and not others

@@ -1,0 +1,270 @@
+"""From a configuration to a model that is loaded, compiled and ready to run."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
+from jaxpaged.core.errors import CheckpointError, ConfigError
+from jaxpaged.core.messages import EngineInfo
+from jaxpaged.engine.mosaic_check import settle_gpu_attention
+from jaxpaged.engine.native_kernels import choose_native
+from jaxpaged.engine.planning import (
+    TRIAL_LAYERS,
+    DeviceDescription,
+    EnginePlan,
+    ModelDefinition,
+    Report,
+    define,
+    lengths_of_interest,
+    make_plan,
+    model_dtype,
+    temporaries_by_bound,
+)
+from jaxpaged.execution.devices import DeviceInfo, select_device
+from jaxpaged.execution.model_runner import ModelRunner, placed
+from jaxpaged.execution.program_store import stored_blocks
+from jaxpaged.execution.programs import ProgramSet
+from jaxpaged.execution.sharding import Partition, Placement
+from jaxpaged.execution.step_functions import Params
+from jaxpaged.execution.step_shape import CHUNK_SIZES, StepShape
+from jaxpaged.loading.checkpoint import Checkpoint, open_model
+from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
+from jaxpaged.loading.hub import cache_dir, resolve_model
+from jaxpaged.loading.orbax import OrbaxCheckpoint
+from jaxpaged.loading.weights import load_params
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.hf_config import eos_ids
+from jaxpaged.models.registry import ModelFamily, find_family
+from jaxpaged.models.transformer import Transformer
+from jaxpaged.pallas_kernels.kv_pages import page_dtype
+
+_SHOW_LOADING_BYTES = 2**30  # smaller models load in seconds: the compilation's bar is enough
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryModel:
+    """A model that somebody already holds: its module, and weights as `nnx.to_pure_dict` gives them."""
+
+    module: Transformer
+    params: Params
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyModel:
+    """What an engine runs on."""
+
+    runner: ModelRunner
+    info: EngineInfo
+    shape: StepShape
+    chunk_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model before its weights are there: how to define it for some devices, and how to load it."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    define: Callable[[ModelConfig, Partition], ModelDefinition]
+    load: Callable[[ModelDefinition, ProgramSet, bool], Params]
+
+
+def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | None = None) -> ReadyModel:
+    """Load the model, plan the pool, compile the programs; progress goes to stderr and `report`.
+
+    Raises:
+        ConfigError, CheckpointError: with what to change.
+    """
+    began = time.monotonic()
+    device = select_device(config.device, config.tensor_parallel_size,
+                           config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
+    _enable_compilation_cache()
+    model = _from_memory(in_memory) if in_memory else _from_checkpoint(config, device)
+    on_cpu = device.platform == "cpu"
+    if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
+        raise ConfigError("--preemption-mode swap needs memory; give --swap-space in GiB")
+    config = replace(config, gpu_attention=settle_gpu_attention(
+        config.gpu_attention, model.config, config.block_size, model.dtype,
+        page_dtype(config.kv_cache_dtype, model.dtype), device))
+    plan, programs = _plan_programs(config, model, device, report)
+    for line in plan.memory.lines(device.kind, lengths_of_interest(plan.max_model_len)):
+        report(line)
+    params = _load_and_compile(model, plan.definition, programs, lazily=config.enforce_eager)
+    if on_cpu:
+        return_free_memory()
+    pools = plan.cache.allocate(plan.memory.num_blocks, programs.placement.sharding, *[_settle] * on_cpu)
+    runner = ModelRunner(programs, params, pools, plan.shape, stored=plan.definition.stored)
+    info = EngineInfo(
+        model=config.model,
+        architecture=model.config.architecture,
+        device=device.kind,
+        dtype=str(model.dtype),
+        vocab_size=model.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        block_size=config.block_size,
+        num_blocks=plan.memory.num_blocks,
+        max_num_seqs=plan.shape.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        num_programs=len(programs.names()),
+        weight_bytes=plan.definition.weight_bytes,
+        kv_cache_bytes=plan.memory.pool_bytes,
+        start_seconds=time.monotonic() - began,
+        eos_token_ids=model.config.eos_token_ids,
+        num_host_blocks=config.swap_bytes(device.platform) // plan.cache.block_bytes,
+        attention=programs.attention,
+        num_compiled=programs.num_compiled,
+    )
+    return ReadyModel(runner, info, plan.shape, programs.chunk_sizes)
+
+
+def plan_engine(
+    config: EngineConfig, model: ModelSource, device: DeviceInfo, report: Report, *, compiling: bool = True
+) -> EnginePlan:
+    """Every size that the engine runs with; the device may be one that programs can only be compiled for, or none.
+
+    Args:
+        compiling: find the temporaries by compiling the largest step, where the pool's size depends on them.
+
+    Raises:
+        ConfigError: the model does not fit; the text has the numbers and the flags that would help.
+    """
+    compiling = compiling and temporaries_matter(config, device)
+
+    def temporaries(plan: EnginePlan) -> int:
+        if not compiling:
+            return temporaries_by_bound(plan, model.config)
+        small = model.define(model.config.replace(num_layers=min(TRIAL_LAYERS, model.config.num_layers)),
+                             plan.partition)
+        return programs_of(config, plan, small, device, report).largest_temporaries()
+
+    return make_plan(
+        config, model.config, DeviceDescription(device.platform, device.kind, device.memory_bytes), dtype=model.dtype,
+        definition=model.define, temporaries=temporaries, report=report)
+
+
+def temporaries_matter(config: EngineConfig, device: DeviceInfo) -> bool:
+    """Whether the pool gets what is left of a share of the memory, and a compiler can tell what the steps take."""
+    return bool(device.devices) and (device.platform != "cpu" or config.gpu_memory_utilization is not None)
+
+
+def programs_of(
+    config: EngineConfig, plan: EnginePlan, definition: ModelDefinition, device: DeviceInfo, report: Report,
+    store: Path | None = None,
+) -> ProgramSet:
+    """The programs of a plan, for its own definition or one of fewer layers; none is compiled yet."""
+    native = choose_native(config, device.platform, definition.config, plan.dtype, plan.cache.dtype, report)
+    return ProgramSet(
+        definition.graph, definition.shapes, definition.config,
+        replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
+        placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size, dtype=plan.dtype,
+        platform=device.platform, native=native, gpu_attention=config.gpu_attention, store=store,
+        chunk_sizes=CHUNK_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
+
+
+def _plan_programs(
+    config: EngineConfig, model: ModelSource, device: DeviceInfo, report: Report
+) -> tuple[EnginePlan, ProgramSet]:
+    """The plan and its programs, those of --compiled where they fit."""
+    if config.compiled:
+        store = Path(config.compiled).expanduser()
+        # The number of blocks is a part of every program: unless a flag sets it, it is that of the store.
+        blocks = stored_blocks(store) if config.kv_cache_memory_bytes is None else None
+        like_the_store = replace(config, num_gpu_blocks_override=config.num_gpu_blocks_override or blocks)
+        try:
+            plan = plan_engine(like_the_store, model, device, report, compiling=False)
+            programs = programs_of(config, plan, plan.definition, device, report, store)
+            if programs.uses_store:
+                return plan, programs
+        except ConfigError as error:
+            report(f"{store} is not used: {error}")
+    plan = plan_engine(config, model, device, report)
+    return plan, programs_of(config, plan, plan.definition, device, report)
+
+
+def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
+    checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir))
+    found = model_of(config, checkpoint.config, device.platform)
+    eos = found.config.eos_token_ids + eos_ids(checkpoint.generation_config, "generation_config.json")
+    return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
+                   load=partial(_load, checkpoint, find_family(checkpoint.config), found.dtype))
+
+
+def model_of(config: EngineConfig, hf: dict[str, Any], platform: str) -> ModelSource:
+    """The model that a config.json describes, without weights to load."""
+    hf = hf | (config.hf_overrides or {})
+    family = find_family(hf)
+    model = family.config_from_hf(hf)
+    dtype = model_dtype(config.dtype, model, platform)
+
+    def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
+        raise CheckpointError("this model has no weights")
+
+    return ModelSource(model, dtype, partial(define, family, dtype), load)
+
+
+def _from_memory(model: InMemoryModel) -> ModelSource:
+    config = model.module.config
+    family = find_family({"architectures": [config.architecture]})
+    dtype = jnp.dtype(jax.tree.leaves(model.params)[0].dtype)
+
+    def like_the_params(wanted: ModelConfig, partition: Partition) -> ModelDefinition:
+        found = define(family, dtype, wanted, partition)
+        if wanted.num_layers < config.num_layers:
+            return found
+        shapes = jax.tree.map(lambda shape, param: jax.ShapeDtypeStruct(shape.shape, param.dtype), found.shapes,
+                              model.params)
+        return replace(found, shapes=shapes)
+
+    def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
+        return placed(model.params, programs.params, programs.placement)
+
+    return ModelSource(config, dtype, like_the_params, load)
+
+
+def _load(
+    checkpoint: Checkpoint | OrbaxCheckpoint, family: ModelFamily, dtype: jnp.dtype, definition: ModelDefinition,
+    programs: ProgramSet, progress: bool,
+) -> Params:
+    config, placement = definition.config, programs.placement
+    on_cpu = placement.devices[0].platform == "cpu"
+    if isinstance(checkpoint, OrbaxCheckpoint):
+        return checkpoint.load(definition.stored, programs.params, keep_in_place=on_cpu and placement.mesh is None,
+                               progress=progress)
+    return load_params(
+        definition.stored, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
+        tied=config.tie_embeddings, dtype=dtype, wanted=programs.params, keep_in_place=on_cpu, progress=progress)
+
+
+def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs: ProgramSet, *, lazily: bool) -> Params:
+    progress = definition.weight_bytes >= _SHOW_LOADING_BYTES
+    if lazily:
+        return model.load(definition, programs, progress)
+    with (
+        tqdm(total=len(programs.names()), desc="Compiling programs", unit="program") as bar,
+        ThreadPoolExecutor(1, thread_name_prefix="compile") as thread,
+    ):
+        compiling = thread.submit(programs.compile_all, lambda name: bar.update())
+        params = model.load(definition, programs, progress)
+        compiling.result()
+    return params
+
+
+def _settle(pool: jax.Array) -> None:
+    for shard in jax.block_until_ready(pool).addressable_shards:
+        move_zeros_to_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
+
+
+def _enable_compilation_cache() -> None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,363 @@
+"""Prompts, chats and sampling parameters in; checked requests for the engine out."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from jaxpaged.core.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
+from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.messages import EngineRequest, Grammar
+from jaxpaged.core.sampling_params import (
+    MAX_BEAM_CANDIDATES,
+    SamplingParams,
+    StructuredOutputsParams,
+    num_beam_candidates,
+)
+from jaxpaged.frontend.output_processor import sequence_ids
+from jaxpaged.text.conversation import normalise_messages
+from jaxpaged.text.structured_outputs import GrammarChecker
+from jaxpaged.text.tokenizer import Tokenizer
+
+MAX_PRIORITY = 2**31 - 1
+_CODE = "context_length_exceeded"
+# Keys of a generation_config.json that set defaults, and the sampling parameters that they set.
+_GENERATION_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+                    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """A request ready to run.
+
+    Attributes:
+        prompt: the prompt's text, None where it came as ids alone.
+        max_tokens: resolved limit of each choice.
+        sequences: what the engine gets, one per choice.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    arrival_time: float
+    sequences: tuple[EngineRequest, ...]
+
+
+class InputProcessor:
+    """Checks requests against one model's limits. May be called from several threads at once.
+
+    Args:
+        tokenizer: None where prompts come as ids only.
+        max_model_len: most tokens of prompt and output together.
+        vocab_size: number of ids that the model knows.
+        kv_capacity: most tokens that the KV pool holds.
+        max_logprobs: most alternatives per position that a request may ask for.
+        eos_token_ids: ids that end a text: those of the tokenizer, the model's and the generation config together.
+        default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
+        takes_priorities: whether the engine's policy looks at them; if not, any but 0 is refused.
+        limits: how much a request may hold.
+        make_grammar: how to check and compile what a text must look like, where not here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, kv_capacity: int,
+                 max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
+                 default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False,
+                 limits: RequestLimits | None = None,
+                 make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._kv_capacity = kv_capacity
+        self._max_logprobs = max_logprobs
+        self._limits = limits or RequestLimits()
+        self._make_grammar = make_grammar or GrammarChecker(self._limits).grammar
+        self._eos = frozenset(eos_token_ids)
+        self._default = SamplingParams(**(default_params or {}))
+        self._takes_priorities = takes_priorities
+        self._max_chars = (max_model_len * tokenizer.max_token_chars
+                           if tokenizer is not None and tokenizer.max_token_chars is not None else None)
+
+    @property
+    def limits(self) -> RequestLimits:
+        """How much a request may hold."""
+        return self._limits
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the model knows."""
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a text."""
+        return self._eos
+
+    def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
+                add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
+                priority: int = 0, cache_salt: str | None = None,
+                truncate_prompt_tokens: int | None = None) -> ProcessedRequest:
+        """Turn one prompt into requests for the engine.
+
+        Args:
+            prompt: text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}; with both keys the ids count and
+                the text is only kept. A third key, "cache_salt", is the argument of that name.
+            params: None for the model's defaults.
+            add_special_tokens: let the tokenizer add what it adds to a text, such as a beginning token.
+            lower_max_tokens: where max_tokens does not fit, lower it; for a max_tokens that is only a default.
+            arrival_time: seconds of `time.monotonic()`, where it is not now.
+            priority: the smaller is served first.
+            cache_salt: prefixes are shared only with requests of the same salt.
+            truncate_prompt_tokens: keep only so many tokens, the last ones; -1 for as many as the context holds.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be used; `param` names the field.
+            ContextLengthError: prompt and max_tokens do not fit the context or the KV pool.
+        """
+        if params is None:
+            params, lower_max_tokens = self._default, True
+        self._limits.check(params)
+        self._check_logprobs(params)
+        self._check_priority(priority)
+        if isinstance(prompt, Mapping) and cache_salt is None:
+            cache_salt = prompt.get("cache_salt")
+        self._check_cache_salt(cache_salt)
+        answer = 0 if params.max_tokens == 0 else 1
+        keep = self._tokens_to_keep(truncate_prompt_tokens, answer)
+        text, ids = self._prompt(prompt, add_special_tokens)
+        if keep is not None and len(ids) > keep:
+            ids = ids[-keep:]
+            text = self._tokenizer.decode(ids, skip_special_tokens=False) if self._tokenizer else None
+        self._check_room(len(ids), "prompt", answer)
+        max_tokens = self._max_tokens(len(ids), params.max_tokens, lower_max_tokens)
+        eos = frozenset() if params.ignore_eos else self._eos
+        stop_token_ids = eos.union(params.stop_token_ids or ())
+        bad_word_ids = self._bad_word_ids(params.bad_words or ())
+        self._check_token_ids(params)
+        grammar = None if params.structured_outputs is None else self.grammar(params.structured_outputs)
+        if params.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
+        if params.use_beam_search:
+            _check_beams(params, len(stop_token_ids))
+        seed = None if params.seed is None else params.seed % 2**64
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        ids_of_choices = sequence_ids(request_id, params.num_sequences)
+        drawn = params.for_engine()
+        sequences = tuple(
+            EngineRequest(sequence_id, ids, drawn, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
+                          arrival_time, priority, cache_salt, fork_of=ids_of_choices[0] if choice else None,
+                          skip_prefix_read=params.prompt_logprobs is not None, grammar=grammar)
+            for choice, sequence_id in enumerate(ids_of_choices))
+        return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
+
+    def render_chat(self, messages: object, *, tools: list[dict[str, Any]] | None = None,
+                    add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    chat_template_kwargs: dict[str, Any] | None = None, add_special_tokens: bool = False,
+                    may_be_long: bool = False) -> dict[str, Any]:
+        """Turn a conversation into a prompt for `process`.
+
+        Args:
+            tools: that the model may call, in OpenAI's form.
+            add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
+            may_be_long: take one that exceeds the context, for counting its tokens.
+
+        Returns:
+            {"prompt": text, "prompt_token_ids": ids}.
+
+        Raises:
+            RequestError: bad messages, or a template that refuses them.
+            ContextLengthError: more text than the context can hold.
+        """
+        if isinstance(messages, Sequence):
+            self._limits.at_most("messages", "messages", len(messages), "max_messages")
+        normal = normalise_messages(messages)
+        tokenizer = self._needed_tokenizer("messages")
+        self._check_chars(sum(len(message["content"]) for message in normal), "messages")
+        text, ids = tokenizer.apply_chat_template(
+            normal, tools=tools or None, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
+            add_special_tokens=add_special_tokens,
+            check=lambda text: self._check_chars(len(text), "messages"))
+        if not may_be_long:
+            self._check_room(len(ids), "messages")
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text, which may exceed the context, though not by how many characters it has.
+
+        Raises:
+            RequestError: text that cannot be tokenised.
+        """
+        self._check_chars(len(text), "prompt")
+        return self._needed_tokenizer("prompt").encode(text, add_special_tokens)
+
+    def _tokens_to_keep(self, asked: object, answer: int) -> int | None:
+        if asked is None:
+            return None
+        most = min(self._max_model_len, self._kv_capacity) - answer
+        if type(asked) is not int or not (asked == -1 or 1 <= asked <= most):
+            raise RequestError(f"truncate_prompt_tokens must be from 1 to {most}, or -1 for that",
+                               param="truncate_prompt_tokens")
+        return most if asked == -1 else asked
+
+    def _prompt(self, prompt: object, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
+        text: object = None
+        ids: object = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            unknown = next((key for key in prompt if key not in ("prompt", "prompt_token_ids", "cache_salt")), None)
+            if unknown is not None:
+                raise NotSupportedError("a prompt holds prompt or prompt_token_ids, cache_salt, and nothing else",
+                                        param="prompt")
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif prompt is not None:
+            ids = prompt
+        if text is not None and not isinstance(text, str):
+            raise RequestError("prompt must be text", param="prompt")
+        if ids is not None:
+            return text, self._check_ids(ids)
+        if not text:
+            raise RequestError("prompt is empty; give a text or a list of token ids", param="prompt")
+        encoded = tuple(self.encode(text, add_special_tokens))
+        if not encoded:
+            raise RequestError("prompt has no token", param="prompt")
+        if max(encoded) >= self._vocab_size:
+            raise RequestError("prompt has a token that the model does not know", param="prompt")
+        return text, encoded
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise RequestError(f"{name} must be at most {self._max_logprobs} (--max-logprobs)", param=name)
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name in ("logit_bias", "allowed_token_ids"):
+            ids = getattr(params, name)
+            if ids and max(ids) >= self._vocab_size:
+                raise RequestError(f"token ids in {name} must be below {self._vocab_size}", param=name)
+
+    def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
+        """The grammar of a constraint; it is remembered, so that asking before `process` takes the time from there.
+
+        Raises:
+            RequestError: it cannot be compiled, or not with this tokenizer.
+        """
+        if self._needed_tokenizer("structured_outputs").byte_rule is None:
+            raise NotSupportedError("structured_outputs is not supported with this tokenizer",
+                                    param="structured_outputs")
+        return self._make_grammar(wanted)
+
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """How the words can be spelled, at the beginning of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            tokenizer = self._needed_tokenizer("bad_words")
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+                self._limits.at_most("bad_words", "tokens in a text", len(ids), "max_bad_word_tokens")
+                if ids:
+                    found[ids] = None
+        return tuple(found)
+
+    def _check_ids(self, ids: object) -> tuple[int, ...]:
+        if hasattr(ids, "tolist"):  # an array of numpy or JAX
+            ids = ids.tolist()
+        if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Sequence):
+            raise RequestError("prompt must be a text or a list of token ids", param="prompt")
+        if not ids:
+            raise RequestError("prompt is empty; give at least one token id", param="prompt")
+        if set(map(type, ids)) != {int}:  # not isinstance: True is an int
+            if not all(isinstance(item, Integral) and not isinstance(item, bool) for item in ids):
+                raise RequestError("token ids must all be integers", param="prompt")
+            ids = list(map(int, ids))  # of numpy
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise RequestError(f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt")
+        return tuple(ids)
+
+    def _check_priority(self, priority: object) -> None:
+        if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(f"priority must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", param="priority")
+        if priority and not self._takes_priorities:
+            raise RequestError("priority needs an engine that was started with --scheduling-policy priority; leave it "
+                               "out", param="priority")
+
+    def _check_cache_salt(self, salt: object) -> None:
+        if salt is None:
+            return
+        if not isinstance(salt, str) or not salt:
+            raise RequestError("cache_salt must be a text that is not empty", param="cache_salt")
+        self._limits.at_most("cache_salt", "characters", len(salt), "max_cache_salt_chars")
+
+    def _check_chars(self, count: int, param: str) -> None:
+        """Refuse, before any work is done on it, a text that cannot fit whatever its tokens are."""
+        if self._max_chars is not None and count > self._max_chars:
+            raise ContextLengthError(
+                f"the prompt has {count} characters, more than the {self._max_model_len} tokens of the longest "
+                "context can hold; shorten it", param=param, code=_CODE)
+
+    def _check_room(self, prompt_tokens: int, param: str, answer: int = 1) -> None:
+        if prompt_tokens + answer > self._max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {prompt_tokens} tokens; this model's longest context is {self._max_model_len} tokens, "
+                "and at least one of them is for the answer; shorten the prompt", param=param, code=_CODE)
+        if prompt_tokens + answer > self._kv_capacity:
+            raise self._pool_error(f"the prompt has {prompt_tokens} tokens", param)
+
+    def _max_tokens(self, prompt_tokens: int, asked: int | None, lower: bool) -> int:
+        room = min(self._max_model_len, self._kv_capacity) - prompt_tokens
+        if asked is None or (lower and asked > room):
+            return room
+        total = prompt_tokens + asked
+        if total > self._max_model_len:
+            raise ContextLengthError(
+                f"this model's longest context is {self._max_model_len} tokens, and {total} were asked for: "
+                f"{prompt_tokens} of the prompt and max_tokens={asked}; shorten the prompt or lower max_tokens",
+                param="max_tokens", code=_CODE)
+        if total > self._kv_capacity:
+            raise self._pool_error(f"prompt and max_tokens are {total} tokens", "max_tokens")
+        return asked
+
+    def _pool_error(self, what: str, param: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"{what} and the KV pool holds {self._kv_capacity}; ask for less, or start with a larger pool "
+            "(--gpu-memory-utilization, --kv-cache-memory-bytes or --num-gpu-blocks-override)", param=param, code=_CODE)
+
+    def _needed_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("there is no tokenizer; give token ids", param=param)
+        return self._tokenizer
+
+
+def _check_beams(params: SamplingParams, num_end_ids: int) -> None:
+    if params.has_processors or params.structured_outputs is not None or params.prompt_logprobs is not None:
+        raise RequestError("use_beam_search goes with neither penalties, biases, min_tokens and word lists nor "
+                           "structured_outputs and prompt_logprobs; leave these out", param="use_beam_search")
+    width = params.best_of or params.n
+    if num_beam_candidates(width, num_end_ids) > MAX_BEAM_CANDIDATES:
+        most = MAX_BEAM_CANDIDATES // num_beam_candidates(1, num_end_ids)
+        raise RequestError(f"a beam search has at most {most} beams here", param="best_of" if params.best_of else "n")
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that a model's generation_config.json sets, for requests that do not set them.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    found = {}
+    for key, name in _GENERATION_KEYS.items():
+        value = generation_config.get(key)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}; correct it, or start with --generation-config vllm"
+                              ) from error
+        else:
+            if name == "max_tokens" or value != SamplingParams.__dataclass_fields__[name].default:
+                found[name] = value
+    return found

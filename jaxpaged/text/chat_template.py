@@ -1,0 +1,173 @@
+"""Chat templates: Jinja in an immutable sandbox, as transformers renders them.
+
+Needs Jinja alone, so that the server can render in a small process of its own, which can be cut off.
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from jaxpaged.core.errors import RequestError
+
+# Names that a template gets from the server, or that mean something to transformers; a request must not set them.
+RESERVED = frozenset({"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+                      "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+                      "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs", "self"})
+_OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
+_MOST_REASON_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateJob:
+    """What one conversation's template is rendered with: plain JSON values throughout.
+
+    Attributes:
+        messages: normalised messages.
+        tools: in OpenAI's form; None where there are none.
+        variables: further variables of the template.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+Renderer = Callable[[TemplateJob], str]
+
+
+class ChatTemplate:
+    """One model's template. May be called from several threads at once.
+
+    Args:
+        source: Jinja, or several templates by name: with tools `tool_use` is taken where there is one, else `default`.
+        special_tokens: variables of the template such as bos_token.
+    """
+
+    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+        self._sources = dict(source) if isinstance(source, Mapping) else {"default": source}
+        self._special_tokens = {name: str(token) for name, token in special_tokens.items() if isinstance(token, str)}
+        self._environment = _environment()
+        self._compiled: dict[str, Template] = {}
+
+    @property
+    def parts(self) -> tuple[dict[str, str], dict[str, str]]:
+        """What another process needs to make the same template."""
+        return self._sources, self._special_tokens
+
+    def render(self, job: TemplateJob) -> str:
+        """The text of the prompt.
+
+        Raises:
+            RequestError: the template refuses these messages or trips over them.
+        """
+        try:
+            text = self._render(job)
+        except TemplateError as error:
+            reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+            raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+                ValueError) as error:
+            # Templates are code: what they trip over is the messages' fault or theirs, never the server's.
+            raise RequestError(f"the chat template cannot render these messages ({type(error).__name__})",
+                               param="messages") from error
+        if job.continue_final_message:
+            return _cut_open(text, job.messages[-1]["content"])
+        return text
+
+    def _render(self, job: TemplateJob) -> str:
+        name = "tool_use" if job.tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise TemplateError(f"the model has templates for {', '.join(sorted(self._sources))} and no default one")
+        messages = [_with_reasoning(message) for message in job.messages]
+        if job.continue_final_message:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _OPEN_END}
+        if name not in self._compiled:
+            self._compiled[name] = self._environment.from_string(self._sources[name])
+        return self._compiled[name].render({
+            **self._special_tokens, "documents": None, **job.variables, "messages": messages, "tools": job.tools,
+            "add_generation_prompt": job.add_generation_prompt})
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates of some families read an earlier turn's reasoning under another name."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {**message, "reasoning": reasoning, "thinking": reasoning}
+
+
+def _cut_open(text: str, last: str) -> str:
+    """The text up to the end of the last message, without what the template puts behind one."""
+    place = text.rfind(_OPEN_END.strip())
+    if place < 0 or last.strip() not in text:
+        raise RequestError("the chat template leaves out the final message, which therefore cannot be continued",
+                           param="continue_final_message")
+    # A template that trims messages has cut the mark's last space: then it would have trimmed this message's end too.
+    return text[:place] if text.startswith(_OPEN_END, place) else text[:place].rstrip()
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it is nothing but its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """Without underscored names, through which a template could reach into the interpreter."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        # Not `def __init__(self, ...)`: a template may set `self`.
+        self, *rest = args
+        for name in dict(*rest, **values):
+            _check_name(name)
+        Namespace.__init__(self, *rest, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError("names that begin with an underscore are not allowed in a namespace")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """Jinja's own filter escapes characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _make_dict(*args: Any, **values: Any) -> dict[str, Any]:
+    return dict(*args, **values)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_make_dict,
+                               namespace=_Namespace)
+    return environment

@@ -1,0 +1,180 @@
+"""What a client may ask a text to look like, as a grammar for llguidance, checked before anything is scheduled.
+
+A grammar here is llguidance's JSON text. The compiler's own limits, in fuel, and those on a client's text keep nearly
+all of it short; what they miss (several `multipleOf` whose remainders multiply) a server compiles in a process that it
+can end.
+"""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from jaxpaged.core.errors import RequestError
+from jaxpaged.core.flags import flag_of
+from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.messages import Grammar
+from jaxpaged.core.sampling_params import StructuredOutputsParams
+from jaxpaged.loading.host_memory import allocated_bytes
+from jaxpaged.text.bounded_cache import BoundedCache
+
+MAX_CHECKED = 256  # grammars that are known to be good
+MAX_CHECKED_BYTES = 2**24  # of their texts
+_PARAM = "structured_outputs"
+
+# A model in doubt writes spaces for ever: a run of them has an end.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
+
+
+def grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
+    """The text of a constraint's grammar.
+
+    Raises:
+        RequestError: it is too large, or no text that could be one.
+    """
+    try:
+        return _grammar_of(wanted, limits)
+    except RequestError:
+        raise
+    except Exception:  # readers of schemas and grammars raise whatever they trip over
+        raise _bad(_reason("")) from None
+
+
+def _grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
+    from llguidance import LLMatcher, gbnf_to_lark
+
+    if wanted.json_object:
+        return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
+    if wanted.json is not None:
+        return LLMatcher.grammar_from_json_schema(_schema(wanted.json, limits), overrides=_JSON_OPTIONS)
+    if wanted.regex is not None:
+        limits.at_most(_PARAM, "characters of a regular expression", len(wanted.regex), "max_regex_chars")
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        limits.at_most(_PARAM, "texts to choose from", len(wanted.choice), "max_choices")
+        limits.at_most(_PARAM, "characters to choose from", sum(map(len, wanted.choice)), "max_choices_chars")
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(
+            json.dumps(text, ensure_ascii=False) for text in wanted.choice))
+    assert wanted.grammar is not None
+    limits.at_most(_PARAM, "characters of a grammar", len(wanted.grammar), "max_grammar_chars")
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(wanted.grammar))
+    except Exception:  # whatever a converter and a parser of foreign text may raise: the client gets a 400
+        raise _bad("grammar is neither a Lark nor a GBNF grammar") from None
+
+
+class GrammarChecker:
+    """Compiles grammars to see whether they can be, and remembers the good ones. May be used by several threads."""
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._good: BoundedCache[str, Grammar] = BoundedCache(MAX_CHECKED, MAX_CHECKED_BYTES)
+        self._lock = threading.Lock()
+        self._bytes: Any = None
+
+    def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
+        """The grammar of a constraint, known to be good.
+
+        Raises:
+            RequestError: there is none, it cannot be compiled, it takes too much memory, or it allows nothing.
+        """
+        text = grammar_of(wanted, self._limits)
+        grammar = self._good.get(text)
+        if grammar is None:
+            with self._lock:  # one at a time, so that the growth of memory is its own
+                grammar = Grammar(text, self._compile(text))
+            self._good.put(text, grammar, len(text))
+        return grammar
+
+    def _compile(self, text: str) -> int:
+        """Compile for a vocabulary of single bytes; the bytes that this takes are about those with any other."""
+        from llguidance import LLMatcher, LLTokenizer
+
+        if self._bytes is None:
+            single = [bytes([byte]) for byte in range(256)]
+            self._bytes = LLTokenizer(Vocabulary([*single, b"<end>"], [256], [256]))  # type: ignore[arg-type]
+        before = allocated_bytes()
+        matcher = LLMatcher(self._bytes, text, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _bad(_reason(matcher.get_error()))
+        num_bytes = max(allocated_bytes() - before, len(text))
+        self._limits.at_most(_PARAM, "bytes once it is compiled", num_bytes, "max_grammar_bytes")
+        return num_bytes
+
+
+class Vocabulary:
+    """A vocabulary in the form that `LLTokenizer` reads.
+
+    Args:
+        tokens: the bytes of each id.
+        special: ids that stand for no text.
+        ends: ids that end a text.
+        encode: text to ids; without it ids are matched greedily.
+    """
+
+    def __init__(self, tokens: list[bytes], special: list[int], ends: list[int], encode: Any = None) -> None:
+        self.tokens, self.special_token_ids = tokens, special
+        self.eos_token_id, self.bos_token_id = ends[0], None
+        self.is_tokenizer_wrapper = True
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._encode(text)) if self._encode is not None else list(text.encode())
+
+
+def _schema(given: str | Mapping[str, Any], limits: RequestLimits) -> str:
+    text = given if isinstance(given, str) else json.dumps(given)
+    limits.at_most(_PARAM, "characters of a JSON schema", len(text), "max_schema_chars")
+    limits.at_most(_PARAM, "levels of a JSON schema", _depth(text), "max_schema_depth")
+    try:
+        schema = json.loads(text)
+    except ValueError:
+        raise _bad("the JSON schema is not valid JSON") from None
+    if not isinstance(schema, dict):
+        raise _bad("the JSON schema must be an object")
+    if any(_states(divisor) > limits.max_multiple_of for divisor in _divisors(schema)):
+        raise _bad(f"a multipleOf in the JSON schema is too large: it may have at most {limits.max_multiple_of} "
+                   f"remainders ({flag_of('max_multiple_of')})")
+    return text
+
+
+def _divisors(schema: Any) -> Iterator[int | float]:
+    """Every number that is a `multipleOf`."""
+    for name, value in schema.items() if isinstance(schema, dict) else enumerate(schema):
+        if isinstance(value, (dict, list)):
+            yield from _divisors(value)
+        elif name == "multipleOf" and isinstance(value, (int, float)):
+            yield value
+
+
+def _states(divisor: int | float) -> int:
+    """How many remainders there are, for decimal numbers with as many places as the divisor has."""
+    exact = Decimal(repr(divisor)).normalize()
+    if not exact.is_finite():
+        return 0  # the compiler refuses it
+    return int(exact if exact == exact.to_integral_value() else exact.scaleb(-int(exact.as_tuple().exponent)))
+
+
+def _depth(text: str) -> int:
+    """An upper bound of the nesting; brackets in strings count, too."""
+    depth = deepest = 0
+    for char in text:
+        if char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    return deepest
+
+
+def _reason(error: str) -> str:
+    if error.startswith("Unimplemented keys"):  # the rest of its messages may repeat what the client has sent
+        return "the JSON schema uses what is not supported: " + error.splitlines()[0][:150]
+    return "the schema, regular expression or grammar cannot be compiled: it is invalid, too large or not supported"
+
+
+def _bad(text: str) -> RequestError:
+    return RequestError(text, param=_PARAM)

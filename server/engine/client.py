@@ -1,0 +1,265 @@
+"""The HTTP side's door to the engine process: requests in, outputs to whoever waits for them, and its health.
+
+All methods but `shutdown` and `kill` belong to the event loop's thread. Two threads serve the pipe, so that neither a
+large message nor a stalled engine ever stops the loop; one batch from the engine is one callback in the loop.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpaged.core.config import EngineConfig
+from jaxpaged.core.errors import EngineDeadError, JaxpagedError, OverloadedError, RequestError
+from jaxpaged.core.messages import (
+    AbortRequests,
+    DescribePool,
+    EngineFailure,
+    EngineInfo,
+    EngineOutputs,
+    PoolState,
+    ResetPrefixCache,
+    Shutdown,
+)
+from jaxpaged.frontend.input_processor import ProcessedRequest
+from jaxpaged.frontend.metrics import Metrics
+from jaxpaged.frontend.output_processor import OutputProcessor
+from jaxpaged.server.engine.output_stream import OutputStream, RequestFailedError, StreamClosedError
+from jaxpaged.server.engine.process import EngineProcess
+from jaxpaged.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+POOL_STATE_SECONDS = 0.25  # a state of the pool is told again for so long
+
+
+class StartError(JaxpagedError):
+    """The engine could not start."""
+
+
+class EngineClient:
+    """Starts the engine process and speaks with it.
+
+    Args:
+        config: for the engine; its model is a local path.
+        timeout: seconds without a message, after which a living engine counts as hung.
+        on_death: called once when the engine has ended although nobody told it to.
+    """
+
+    def __init__(self, config: EngineConfig, *, timeout: float, on_death: Callable[[], None]) -> None:
+        self._max_waiting = config.max_waiting_requests
+        self._timeout, self._on_death = timeout, on_death
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._process = EngineProcess(config)
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._last_seen = time.monotonic()
+        self._ended: str | None = None
+        self._closing = False
+        self._pool: asyncio.Future[PoolState] | None = None
+        self._pool_time = 0.0
+        self._unfinished = 0
+        self._streams: dict[str, OutputStream] = {}
+        self._admitted: set[OutputStream] = set()
+        for target in (self._receive, self._send):
+            threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True).start()
+
+    async def ready(self) -> EngineInfo:
+        """Wait until the engine can serve.
+
+        Raises:
+            StartError: it could not start; the text says what to change.
+        """
+        return await asyncio.shield(self._ready)
+
+    def serve(self, info: EngineInfo, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        """Begin to take requests."""
+        self._capacity = info.max_num_seqs + self._max_waiting
+        self._processor = OutputProcessor(tokenizer)
+        self._metrics = metrics
+
+    @property
+    def pid(self) -> int:
+        """Of the engine process."""
+        return self._process.pid
+
+    def fault(self) -> str | None:
+        """What is wrong with the engine, None while it is well."""
+        if self._ended is not None:
+            return self._ended
+        silent = time.monotonic() - self._last_seen
+        return f"the engine has made no progress for {silent:.0f} s" if silent > self._timeout else None
+
+    def admit(self, count: int, most_unread: int | None = None, per_token: int = 1) -> OutputStream:
+        """Make room for `count` sequences, before any work is spent on them; `close` gives it back.
+
+        Args:
+            most_unread, per_token: see `OutputStream`.
+
+        Raises:
+            EngineDeadError: nobody would serve them.
+            OverloadedError: too many are waiting.
+            RequestError: so many never fit.
+        """
+        fault = self.fault()
+        if fault is not None:
+            raise EngineDeadError(fault)
+        if count > self._capacity:
+            raise RequestError(f"the request asks for {count} sequences at once and the server takes at most "
+                               f"{self._capacity} (--max-num-seqs and --max-waiting-requests)", param="n")
+        if self._unfinished + count > self._capacity:
+            raise OverloadedError("too many requests are waiting (--max-waiting-requests); try again later")
+        self._unfinished += count
+        stream = OutputStream(count, most_unread, per_token)
+        self._admitted.add(stream)
+        return stream
+
+    def submit(self, stream: OutputStream, requests: Sequence[ProcessedRequest]) -> None:
+        """Send an admitted call's requests to the engine; their outputs arrive at `stream`.
+
+        Raises:
+            StreamClosedError: the call was closed in the meantime.
+        """
+        if stream.closed:
+            raise StreamClosedError("nobody waits for this request any more")
+        messages: list[Any] = []
+        for request in requests:
+            self._processor.add_request(request.request_id, request.prompt, request.prompt_token_ids, request.params,
+                                        request.arrival_time, request.max_tokens)
+            self._metrics.start_request(request.request_id, prompt_tokens=len(request.prompt_token_ids),
+                                        n=request.params.n, max_tokens=request.max_tokens,
+                                        arrival_time=request.arrival_time)
+            self._streams[request.request_id] = stream
+            stream.running[request.request_id] = request.params.num_sequences
+            messages += request.sequences
+        self._outbox.put(messages)
+
+    def close(self, stream: OutputStream) -> None:
+        """Abort what still runs of a call, give its room back, and wake who waits for it. Once is enough."""
+        sequences: list[str] = []
+        for request_id in list(stream.running):
+            sequences += self._processor.abort(request_id)
+            self._metrics.abort_request(request_id, time.monotonic())
+            self._release(stream, request_id)
+        if sequences:
+            self._outbox.put([AbortRequests(tuple(sequences))])
+        self._unfinished -= stream.admitted
+        self._admitted.discard(stream)
+        stream.admitted = 0
+        stream.close()
+        stream.fail(StreamClosedError("nobody waits for this request any more"))
+
+    def fail_all(self, error: Exception) -> None:
+        """End every stream with an error."""
+        for stream in self._admitted:
+            stream.fail(error)
+
+    def reset_prefix_cache(self) -> None:
+        """Share nothing that has been computed so far with requests that come later."""
+        self._outbox.put([ResetPrefixCache()])
+
+    async def pool_state(self) -> PoolState:
+        """What every KV block is used for; callers at the same time, and soon after one another, get the same answer.
+
+        Raises:
+            EngineDeadError: the engine has ended or does not answer.
+        """
+        if self._pool is None or (self._pool.done() and time.monotonic() - self._pool_time > POOL_STATE_SECONDS):
+            self._pool = self._loop.create_future()
+            self._outbox.put([DescribePool()])
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.shield(self._pool)
+        except TimeoutError:
+            raise EngineDeadError(self.fault() or "the engine does not answer") from None
+
+    async def wait_until_idle(self, timeout: float) -> None:
+        """Wait until no call is admitted any more, at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._unfinished and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    def shutdown(self, timeout: float) -> None:
+        """End the engine process; by force after `timeout` seconds."""
+        self._closing = True
+        self._outbox.put([Shutdown()])
+        self._process.join(timeout)
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        self._closing = True
+        self._process.kill()
+
+    def _release(self, stream: OutputStream, request_id: str) -> None:
+        del self._streams[request_id]
+        self._unfinished -= stream.running[request_id]
+        stream.end(request_id)
+        if not stream.running:
+            self._admitted.discard(stream)
+
+    def _send(self) -> None:
+        while True:
+            messages = list(self._outbox.get())
+            while not self._outbox.empty():
+                messages += self._outbox.get()
+            try:
+                self._process.pipe.send(messages)
+            except OSError:
+                return  # the other thread tells of the end
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                message = self._process.pipe.recv()
+                self._last_seen = time.monotonic()
+                if isinstance(message, EngineFailure):
+                    self._loop.call_soon_threadsafe(self._on_end, message.message)
+                elif isinstance(message, (EngineOutputs, EngineInfo)):
+                    self._loop.call_soon_threadsafe(self._on_message, message)
+        except (EOFError, OSError):
+            if not self._closing:
+                self._loop.call_soon_threadsafe(self._on_end, self._process.how_it_ended())
+        except RuntimeError:  # the loop is closed: the server has ended
+            return
+
+    def _on_message(self, message: EngineOutputs | EngineInfo) -> None:
+        if isinstance(message, EngineInfo):
+            self._ready.set_result(message)
+            return
+        now = time.monotonic()
+        if message.pool is not None and self._pool is not None and not self._pool.done():
+            self._pool_time = now
+            self._pool.set_result(message.pool)
+        done = self._processor.process(message.deltas, now)
+        self._metrics.record_stats(message.stats)
+        self._metrics.record_outputs(done, now)
+        if done.to_abort:
+            self._outbox.put([AbortRequests(tuple(done.to_abort))])
+        overrun: set[OutputStream] = set()
+        for output in done.outputs:
+            stream = self._streams[output.request_id]
+            if output.request_id in done.errors:
+                self._metrics.fail_request(output.request_id, now)
+                stream.fail(RequestFailedError(done.errors[output.request_id]))
+            elif not stream.put(output):
+                overrun.add(stream)
+            if output.finished:
+                self._release(stream, output.request_id)
+        for stream in overrun:
+            self.close(stream)
+
+    def _on_end(self, reason: str) -> None:
+        if self._ended is not None:
+            return
+        self._ended = reason
+        if not self._ready.done():
+            self._ready.set_exception(StartError(reason))
+            return
+        logger.error("the engine has ended: %s", reason)
+        self.fail_all(EngineDeadError(reason))
+        if self._pool is not None and not self._pool.done():
+            self._pool.set_exception(EngineDeadError(reason))
+        self._on_death()

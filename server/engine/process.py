@@ -1,0 +1,138 @@
+"""The engine's own process: how it is started, what it runs, and how each side learns of the other's end.
+
+Two ends of one socket pair carry pickled lists of the values of `jaxpaged.core.messages`. The child ends by itself when
+the parent's end closes, however the parent ended. It ignores SIGINT and SIGTERM, which terminals and supervisors send
+to both processes: the parent decides when running requests have had their time.
+"""
+
+import faulthandler
+import gc
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxpaged.core.config import EngineConfig
+from jaxpaged.core.errors import JaxpagedError
+from jaxpaged.core.messages import EngineFailure
+from jaxpaged.core.quiet_start import without_cuda_notices
+from jaxpaged.server.logs import set_up_logging
+from jaxpaged.server.sandbox.child_process import start_child
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+_MOST_REASON_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The engine has nothing to do and would notice if it had."""
+
+
+class EngineProcess:
+    """The parent's hold on the child. `pipe` yields the child's messages; EOFError means that it is gone."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._process, self.pipe = start_child(__name__, "engine", config)
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    def how_it_ended(self, wait_seconds: float = 1.0) -> str:
+        """A text for people about the end of the child, once the pipe has told of it."""
+        try:
+            code = self._process.wait(wait_seconds)
+        except subprocess.TimeoutExpired:
+            return "the engine process closed its connection"
+        if code < 0:
+            return f"the engine process was ended by {signal.Signals(-code).name}"
+        return f"the engine process ended with exit code {code}"
+
+    def join(self, timeout: float) -> None:
+        """Wait for the child's end; kill it after `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self._process.kill()
+        self._process.wait()
+
+
+def run_child(pipe: Connection) -> int:
+    """Load the engine and run its loop until the parent says Shutdown; the child's exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()  # a native abort leaves a traceback in the log
+    set_up_logging()
+    config = pipe.recv()
+    inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+    # Started before the slow imports, so that a parent that goes away takes a loading child with it.
+    threading.Thread(target=_read, args=(pipe, inbox), name="reader", daemon=True).start()
+    try:
+        with without_cuda_notices():
+            from jaxpaged.engine.engine import Engine
+            from jaxpaged.engine.loop import run_engine_loop
+
+        engine = Engine(config, logger.info)
+        # What the start has made stays: the collector need not walk through it again, a tenth of a second in which no
+        # step would be planned.
+        gc.collect()
+        gc.freeze()
+        _send(pipe, engine.info)
+        run_engine_loop(engine, _receiver(pipe, inbox), lambda outputs: _send(pipe, outputs))
+        engine.shutdown()
+    except JaxpagedError as error:
+        _send(pipe, EngineFailure(str(error)))
+        return 1
+    except Exception as error:
+        # Whatever it was, the parent answers every client with it: a line, while the log has it all.
+        reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+        _send(pipe, EngineFailure(f"the engine failed with {type(error).__name__}: {reason}"))
+        logger.exception("the engine failed")
+        return 1
+    return 0
+
+
+def _receiver(pipe: Connection, inbox: "queue.SimpleQueue[list[Any]]") -> Callable[[bool], list[Any]]:
+    def receive(block: bool) -> list[Any]:
+        """All messages so far; with `block`, at least one, and a heartbeat to the parent while waiting."""
+        messages: list[Any] = []
+        while block and not messages:
+            try:
+                messages += inbox.get(timeout=HEARTBEAT_SECONDS)
+            except queue.Empty:
+                _send(pipe, Heartbeat())
+        while True:
+            try:
+                messages += inbox.get_nowait()
+            except queue.Empty:
+                return messages
+
+    return receive
+
+
+def _read(pipe: Connection, inbox: "queue.SimpleQueue[list[Any]]") -> None:
+    try:
+        while True:
+            inbox.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is gone: nobody is left to tell, and the engine may be deep in native code
+
+
+def _send(pipe: Connection, message: object) -> None:
+    try:
+        pipe.send(message)
+    except OSError:
+        os._exit(1)

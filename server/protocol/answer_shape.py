@@ -1,0 +1,135 @@
+"""The shapes of OpenAI's answers, whole and streamed."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxpaged.core.outputs import CompletionOutput, RequestOutput
+from jaxpaged.server.protocol.error_answers import to_json
+from jaxpaged.server.protocol.logprob_shapes import LogprobShape, prompt_entries
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+_CHUNK_END = "}]}\n\n"
+_CHOICES = ',"choices":'
+
+
+class AnswerShape:
+    """How one request's answer is written: fixed parts are serialised once, so that a chunk costs a few microseconds.
+
+    Args:
+        chat: chat completion or text completion.
+        answer_id: `id` of the answer and of all its chunks.
+        created: seconds since 1970.
+        num_choices: over all prompts.
+        token_ids: whether choices carry their token ids, and the prompt's: in a chat the answer itself has these.
+        logprobs: how to write log probabilities, where they were asked for.
+        prompt_logprobs: whether whole answers carry those of the prompts.
+    """
+
+    def __init__(self, *, chat: bool, answer_id: str, created: int, model: str, num_choices: int,
+                 token_ids: bool, logprobs: LogprobShape | None = None, prompt_logprobs: bool = False) -> None:
+        self._chat = chat
+        self._token_ids = token_ids
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+        kind = ("chat.completion", "chat.completion.chunk") if chat else ("text_completion", "text_completion")
+        self._whole, self._chunk = ({"id": answer_id, "object": name, "created": created, "model": model}
+                                    for name in kind)
+        head = json.dumps(self._chunk, ensure_ascii=False, separators=(",", ":"))[:-1]
+        before = '"delta":{"content":' if chat else '"text":'
+        self._before = [f'data: {head}{_CHOICES}[{{"index":{index},{before}' for index in range(num_choices)]
+        self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":null'
+
+    def first_chunk(self, index: int, prompt_token_ids: tuple[int, ...]) -> str:
+        """What opens a choice in a stream: the role in chat, nothing in a text completion unless ids are wanted."""
+        ids = f',"prompt_token_ids":{json.dumps(prompt_token_ids)}' if self._token_ids else ""
+        before = self._before[index]
+        if self._chat:
+            before = before.removesuffix('"content":') + '"role":"assistant","content":'
+            return f'{before.replace(_CHOICES, ids + _CHOICES, 1)}""{self._after}{_CHUNK_END}'
+        return f'{before}""{self._after}{ids}{_CHUNK_END}' if ids else ""
+
+    def text_chunk(self, index: int, choice: CompletionOutput) -> str:
+        """New text of one choice; empty where there is nothing to tell."""
+        rest = self._rest(choice)
+        if not choice.text and rest is None:
+            return ""
+        return f"{self._before[index]}{_quote(choice.text)}{rest or self._after}{_CHUNK_END}"
+
+    def delta_chunks(self, index: int, deltas: Iterable[dict[str, Any]], choice: CompletionOutput) -> list[str]:
+        """What is new in a choice of a chat that is read for tool calls or reasoning.
+
+        Ids and log probabilities of the tokens go with the first chunk, also where it has no words yet.
+        """
+        before = self._before[index].removesuffix('{"content":')
+        rest = self._rest(choice)
+        chunks = []
+        for delta in [*deltas] or ([{}] if rest else []):
+            chunks.append(f"{before}{to_json(delta).decode()}{(rest or self._after)[1:]}{_CHUNK_END}")
+            rest = None
+        return chunks
+
+    def _rest(self, choice: CompletionOutput) -> str | None:
+        """What follows the text: log probabilities and token ids; None where there are none to tell."""
+        ids = f',"token_ids":{json.dumps(choice.token_ids)}' if self._token_ids and choice.token_ids else ""
+        logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
+        if logprobs is None:
+            return self._after + ids if ids else None
+        return self._after.replace('"logprobs":null', f'"logprobs":{to_json(logprobs).decode()}') + ids
+
+    def last_chunk(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> str:
+        """The end of one choice; all its text has gone before."""
+        before = self._before[index].removesuffix('"content":') if self._chat else self._before[index] + '""'
+        after = self._after.replace('"finish_reason":null', f'"finish_reason":{json.dumps(finish_reason)}')
+        return f'{before}{after},"stop_reason":{json.dumps(stop_reason)}{_CHUNK_END}'
+
+    def with_usage(self, chunk: str, totals: dict[str, Any]) -> str:
+        """A chunk that also tells the usage so far."""
+        return f'{chunk.removesuffix(_CHUNK_END)}}}],"usage":{to_json(totals).decode()}}}\n\n'
+
+    def usage_chunk(self, totals: dict[str, Any]) -> str:
+        """The chunk after all choices."""
+        return f"data: {to_json({**self._chunk, 'choices': [], 'usage': totals}).decode()}\n\n"
+
+    def whole(self, outputs: list[RequestOutput], totals: dict[str, Any],
+              messages: Sequence[tuple[dict[str, Any], str | None]] = ()) -> bytes:
+        """The answer in one piece; choices in prompt-major order.
+
+        Args:
+            messages: message and finish reason of each choice of a chat, where they differ from the bare text.
+        """
+        choices: list[dict[str, Any]] = []
+        for output in outputs:
+            for choice in output.outputs:
+                item: dict[str, Any] = {"index": len(choices)}
+                reason: str | None = choice.finish_reason
+                if messages:
+                    item["message"], reason = messages[len(choices)]
+                elif self._chat:
+                    item["message"] = {"role": "assistant", "content": choice.text}
+                else:
+                    item["text"] = choice.text
+                logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
+                item |= {"logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stop_reason}
+                if self._token_ids:
+                    item["token_ids"] = choice.token_ids
+                if self._token_ids and not self._chat:
+                    item["prompt_token_ids"] = output.prompt_token_ids
+                if self._prompt_logprobs and not self._chat:
+                    item["prompt_logprobs"] = prompt_entries(output.prompt_logprobs)
+                choices.append(item)
+        more: dict[str, Any] = {}
+        if self._chat and self._prompt_logprobs:
+            more["prompt_logprobs"] = prompt_entries(outputs[0].prompt_logprobs)
+        if self._chat and self._token_ids:
+            more["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return to_json({**self._whole, "choices": choices, "usage": totals, **more})
+
+
+_quote = json.JSONEncoder(ensure_ascii=False).encode

@@ -1,0 +1,139 @@
+"""Request bodies: bytes to checked fields, and what is said about those that cannot be read."""
+
+import logging
+import math
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from jaxpaged.core.errors import RequestError
+from jaxpaged.core.flags import flag_of
+from jaxpaged.server.protocol.http_limits import HttpLimits
+from jaxpaged.server.protocol.structure import OLD_NAMES
+from jaxpaged.text.conversation import unknown_message_fields
+
+logger = logging.getLogger(__name__)
+
+MAX_UNKNOWN_FIELDS_LOGGED = 100
+
+# What the API knows and this server cannot do yet, with the values that ask for nothing.
+NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
+    "suffix": ("",), "echo": (False,), "top_logprobs": (0,), "max_completion_tokens": (),  # some on one endpoint only
+    "continue_final_message": (False,), "chat_template_kwargs": ({},), "parallel_tool_calls": (True, False),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"), "documents": ([],), "chat_template": (),
+    "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
+    "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (), "adapter_id": (),
+}
+# Fields of OpenAI that describe the caller, not the text: nothing is done with them, and no log line is due.
+_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+_EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": "must be an object",
+             "messages": "must be a list of objects", "tools": "must be a list of objects",
+             "stop_token_ids": "must be a list of token ids", "allowed_token_ids": "must be a list of token ids",
+             "bad_words": "must be a list of strings", "logit_bias": "must map token ids to numbers",
+             "structured_outputs": "must be an object", "response_format": "must be an object",
+             "guided_json": "must be a JSON schema", "guided_choice": "must be a list of strings"}
+
+
+class Body(BaseModel):
+    """What all request bodies share. A field set to null equals a field left out."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(None, description="a name that GET /v1/models lists")
+
+    def check(self, limits: HttpLimits) -> None:
+        """Refuse what a single field's type does not tell.
+
+        Raises:
+            RequestError: names the field.
+        """
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+class BodyReader:
+    """Turns bytes into checked requests, and logs each unknown field name once."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._unknown: set[str] = set()
+        self._warned = False
+
+    def read(self, kind: type[_Body], body: bytes) -> _Body:
+        """One request.
+
+        Raises:
+            RequestError: the body is not what the API takes; the text names the field, never its value.
+        """
+        _check_structure(body, self._limits)
+        try:
+            request = kind.model_validate_json(body)
+        except ValidationError as error:
+            raise _explain(error) from None
+        if b"NaN" in body or b"Infinity" in body:  # perhaps in a string; pydantic reads them as numbers, too
+            for name, value in request:
+                if not _is_finite(value):
+                    raise RequestError(f"{name} holds a number that JSON does not have", param=name)
+        for name in _unknown_fields(request):
+            if name not in NOT_SUPPORTED and name not in _IGNORED and name not in self._unknown \
+                    and len(self._unknown) < MAX_UNKNOWN_FIELDS_LOGGED:
+                self._unknown.add(name)
+                logger.warning("ignoring the unknown request field %r", name[:64])
+        old = [name for name in OLD_NAMES if getattr(request, name, None) is not None]
+        if old and not self._warned:
+            self._warned = True
+            logger.warning("%s is an old name: use structured_outputs", old[0])
+        request.check(self._limits)
+        return request
+
+
+def _unknown_fields(model: BaseModel, prefix: str = "") -> list[str]:
+    """Also those of objects within, as `stream_options.name`."""
+    names = [prefix + name for name, value in (model.model_extra or {}).items() if value is not None]
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            names += _unknown_fields(value, f"{prefix}{name}.")
+        elif name == "messages" and value:
+            names += unknown_message_fields(value)
+    return names
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, list) or all(map(_is_finite, value))
+
+
+def _check_structure(body: bytes, limits: HttpLimits) -> None:
+    """Refuse a body that would take seconds to read, in which nothing else in the process runs."""
+    _at_most(body.count(b'"'), "quotation marks", limits, "max_body_quotes")
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
+    containers = sum(map(outside.count, (b":", b"{", b"[")))
+    _at_most(containers, "keys, objects and lists", limits, "max_body_containers")
+    _at_most(outside.count(b","), "values", limits, "max_body_values")
+
+
+def _at_most(count: int, what: str, limits: HttpLimits, name: str) -> None:
+    most: int = getattr(limits, name)
+    if count > most:
+        raise RequestError(f"the request body's JSON holds more than {most} {what} ({flag_of(name)})")
+
+
+def _explain(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path, text = first["loc"], first["msg"]
+    if first["type"] == "json_invalid":
+        return RequestError("the request body is not valid JSON: " + text.removeprefix("Invalid JSON: "))
+    if not path:
+        return RequestError("the request body must be a JSON object")
+    param = str(path[0])
+    if param == "stream_options" and len(path) == 2:
+        return RequestError(f"stream_options.{path[1]} must be true or false", param=param)
+    if param in _EXPECTED:
+        return RequestError(f"{param} {_EXPECTED[param]}", param=param)
+    return RequestError(f"{param} {text.replace('Input should be', 'must be')}", param=param)

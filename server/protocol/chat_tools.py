@@ -1,0 +1,134 @@
+"""What a chat request says about tools, and what follows from it for the prompt, the sampling and the answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.core.errors import RequestError
+from jaxpaged.core.limits import too_many
+from jaxpaged.server.parsers.chosen import named_call, required_calls
+from jaxpaged.server.parsers.events import Grammar
+from jaxpaged.server.parsers.registry import TOOL_PARSERS
+from jaxpaged.server.protocol.http_limits import HttpLimits
+
+_DEFINITIONS = ("$defs", "definitions")  # of schemas, which references point to
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How one request uses tools.
+
+    Attributes:
+        tools: for the template, in OpenAI's form; None where the model is to know of none.
+        grammar: finds calls in the answer; None where there are none to find.
+        schema: JSON schema that the answer is held to, for calls that the request demands.
+        finish_reason: of an answer that has calls and was not cut off.
+        one_call: drop all calls but the first.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    grammar: Grammar | None = None
+    schema: dict[str, Any] | None = None
+    finish_reason: str = "tool_calls"
+    one_call: bool = False
+
+
+def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool | None,
+                 parser: str | None, limits: HttpLimits) -> ToolUse:
+    """Settle `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    With tool_choice none the model is not told of the tools.
+
+    Args:
+        parser: how the model writes calls of its own accord; None where the server was not told.
+
+    Raises:
+        RequestError: names the field.
+    """
+    known = check_tools(tools, limits)
+    names = [tool["function"]["name"] for tool in known]
+    if choice is None:
+        choice = "auto" if known else "none"
+    if choice == "none" or (choice == "auto" and not known):
+        return ToolUse()
+    if not known:
+        raise RequestError("tool_choice needs tools", param="tool_choice")
+    one = parallel is False
+    if choice == "auto":
+        if parser is None:
+            raise RequestError("tool_choice auto needs a server started with --enable-auto-tool-choice and "
+                               "--tool-call-parser; tool_choice none, required or a named function need neither",
+                               param="tool_choice")
+        return ToolUse(known, TOOL_PARSERS[parser], one_call=one)
+    if choice == "required":
+        return ToolUse(known, required_calls, _calls_schema(known, one), one_call=one)
+    name = _named(choice)
+    if name not in names:
+        raise RequestError("tool_choice names a function that is not in tools", param="tool_choice")
+    tool = known[names.index(name)]
+    return ToolUse(known, named_call(name), _arguments_schema(tool), finish_reason="stop")
+
+
+def check_tools(tools: Sequence[object] | None, limits: HttpLimits) -> list[dict[str, Any]]:
+    """Tools in OpenAI's form, without what is null.
+
+    Raises:
+        RequestError: they are not in that form, or too many.
+    """
+    if tools is not None and len(tools) > limits.max_tools:
+        raise too_many("tools", "tools", limits.max_tools, "max_tools")
+    known = [_check_tool(f"tools[{place}]", tool, limits) for place, tool in enumerate(tools or ())]
+    if len({tool["function"]["name"] for tool in known}) < len(known):
+        raise RequestError("two tools have the same name", param="tools")
+    return known
+
+
+def _named(choice: object) -> str:
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError("tool_choice must be none, auto, required or an object of type function with a function's "
+                           "name", param="tool_choice")
+    return name
+
+
+def _check_tool(where: str, tool: object, limits: HttpLimits) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(f"{where} must be an object of type function with a function", param="tools")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.function.name must be a text that is not empty", param="tools")
+    if len(name) > limits.max_tool_name_chars:
+        raise too_many("tools", "characters in a name", limits.max_tool_name_chars, "max_tool_name_chars")
+    for key, kinds in (("description", str), ("parameters", Mapping)):
+        if function.get(key) is not None and not isinstance(function[key], kinds):
+            raise RequestError(f"{where}.function.{key} must be {'a string' if kinds is str else 'a JSON schema'}",
+                               param="tools")
+    return {**tool, "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a function's arguments, which are an object also where its parameters do not say so."""
+    schema = {"type": "object", **(tool["function"].get("parameters") or {})}
+    for key in _DEFINITIONS:
+        if not isinstance(schema.get(key) or {}, Mapping):
+            raise RequestError(f"{key} in the parameters of a tool must be an object", param="tools")
+    return schema
+
+
+def _calls_schema(tools: Sequence[Mapping[str, Any]], one: bool) -> dict[str, Any]:
+    """Of a list of calls; definitions move to the top, where references look for them."""
+    definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
+    calls = []
+    for tool in tools:
+        schema = _arguments_schema(tool)
+        for key, found in definitions.items():
+            for name, definition in (schema.pop(key, None) or {}).items():
+                if found.setdefault(name, definition) != definition:
+                    raise RequestError("two tools define the same name differently in their $defs", param="tools")
+        calls.append({"type": "object", "properties": {"name": {"const": tool["function"]["name"]},
+                                                       "parameters": schema},
+                      "required": ["name", "parameters"], "additionalProperties": False})
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return schema | ({"maxItems": 1} if one else {}) | {key: found for key, found in definitions.items() if found}

@@ -1,0 +1,235 @@
+"""What POST /v1/completions and /v1/chat/completions take, and the sampling parameters that it means."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from jaxpaged.core.errors import NotSupportedError, RequestError
+from jaxpaged.core.limits import too_many
+from jaxpaged.core.sampling_params import (
+    MAX_SEED,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from jaxpaged.server.protocol.body import NOT_SUPPORTED, Body
+from jaxpaged.server.protocol.chat_tools import ToolUse
+from jaxpaged.server.protocol.http_limits import HttpLimits
+from jaxpaged.server.protocol.structure import structured_outputs
+
+MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow fewer
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = Field(None, description="end the stream with a chunk that holds the usage")
+    continuous_usage_stats: bool | None = Field(None, description="every chunk holds the usage so far")
+
+
+class _Request(Body):
+    """What both kinds of generation share."""
+
+    stream: bool | None = None
+    stream_options: Annotated[StreamOptions | None, WithJsonSchema(
+        {"type": "object", "properties": {"include_usage": {"type": "boolean"},
+                                          "continuous_usage_stats": {"type": "boolean"}}})] = None
+    n: int | None = Field(None, json_schema_extra={"minimum": 1})
+    best_of: int | None = Field(None, json_schema_extra={"minimum": 1})
+    max_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
+    min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
+    temperature: float | None = Field(None, json_schema_extra={"minimum": 0})
+    top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    top_k: int | None = Field(None, json_schema_extra={"minimum": -1})
+    min_p: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 1})
+    seed: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_SEED})
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = Field(None, json_schema_extra={"minimum": -2, "maximum": 2})
+    frequency_penalty: float | None = Field(None, json_schema_extra={"minimum": -2, "maximum": 2})
+    repetition_penalty: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0})
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token id to a number from -100 to 100")
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    expected_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
+    add_special_tokens: bool | None = Field(
+        None, description="add what the tokenizer adds; default: true, in a chat false, as its template does that")
+    use_beam_search: bool | None = Field(None, description="the n best of best_of beams instead of samples")
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    truncate_prompt_tokens: int | None = Field(None, description="keep only so many tokens of the prompt, the last")
+    cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
+    response_format: dict[str, Any] | None = Field(
+        None, description="an object with type text, json_object, or json_schema and a schema")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="an object with one of json, regex, choice, grammar, json_object")
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    prompt_logprobs: int | None = Field(None, description="log probabilities of the prompt's tokens, not streamed")
+    return_token_ids: bool | None = Field(None, description="add the ids of the prompt and of each choice")
+    priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
+    request_id: str | None = Field(None, description="becomes part of the answer's id")
+
+    def check(self, limits: HttpLimits) -> None:
+        """Refuse what is known but not supported.
+
+        Raises:
+            RequestError: names the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            neutral = NOT_SUPPORTED.get(name)
+            if neutral is not None and value is not None and not any(
+                    type(value) is type(item) and value == item for item in neutral):
+                raise NotSupportedError(f"{name} is not supported here; leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+        if self.request_id is not None and not (self.request_id and self.request_id.isprintable()):
+            raise RequestError("request_id must be a text of printable characters", param="request_id")
+        if self.request_id is not None and len(self.request_id) > limits.max_request_id_chars:
+            raise too_many("request_id", "characters", limits.max_request_id_chars, "max_request_id_chars")
+
+    def sampling_params(self, default_max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The sampling of this request.
+
+        Args:
+            default_max_tokens: where the request says nothing; None for as many as fit.
+            defaults: the model's own where the request says nothing; its max_tokens does not count.
+
+        Raises:
+            RequestError: a value out of range or not supported; names the field.
+        """
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if given.get("best_of") == given.get("n", 1):
+            given.pop("best_of", None)
+        if (logprobs := self.num_logprobs) is not None:
+            given["logprobs"] = logprobs
+        if (structured := structured_outputs(self)) is not None:
+            given["structured_outputs"] = structured
+        if self.echoes and (logprobs is not None or self.max_tokens == 0):
+            given["prompt_logprobs"] = max(logprobs or 0, self.prompt_logprobs or 0)
+        params = SamplingParams(**{**defaults, "max_tokens": default_max_tokens, **given,
+                                   "output_kind": RequestOutputKind.DELTA})
+        if self.stream and params.num_sequences > params.n:
+            raise RequestError("best_of above n needs stream to be false", param="best_of")
+        return params
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per position; None for no log probabilities."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether choices begin with the prompt."""
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream tells the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+_SAMPLING_FIELDS = tuple(name for name in _Request.model_fields if name in SamplingParams.__dataclass_fields__)
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = Field(None, description="a string, a list of token ids, or a list of either",
+                        json_schema_extra={"anyOf": [
+                            {"type": "string"}, {"type": "array", "items": {"type": "string"}},
+                            {"type": "array", "items": {"type": "integer"}},
+                            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}]})
+    logprobs: int | None = Field(None, description="log probabilities with this many alternatives per token")
+    echo: bool | None = Field(None, description="begin each choice with the prompt")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+
+class ChatCompletionRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = Field(None, json_schema_extra={"items": {
+        "type": "object", "required": ["role", "content"], "properties": {
+            "role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}}}})
+    logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
+    top_logprobs: int | None = Field(None, description="alternatives per token; needs logprobs")
+    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; wins over it")
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [
+        {"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})] = None
+    parallel_tool_calls: bool | None = Field(None, description="false keeps the first call only")
+    include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer")
+    add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is set")
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self, limits: HttpLimits) -> None:
+        """Refuse what is known but not supported, and settle which limit counts.
+
+        Raises:
+            RequestError: names the field.
+        """
+        super().check(limits)
+        if self.max_completion_tokens is not None:
+            if self.max_completion_tokens < 1:
+                raise RequestError("max_completion_tokens must be an integer of at least 1",
+                                   param="max_completion_tokens")
+            self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def chat_sampling_params(self, defaults: Mapping[str, Any], use: ToolUse) -> SamplingParams:
+        """The sampling of this request, with what its use of tools asks for.
+
+        Raises:
+            RequestError: see `sampling_params`.
+        """
+        params = self.sampling_params(None, defaults)
+        if use.schema is not None:
+            if params.structured_outputs is not None:
+                raise RequestError("tool_choice and a form for the answer exclude each other; leave one out",
+                                   param="tool_choice")
+            params = replace(params, structured_outputs=StructuredOutputsParams(json=use.schema))
+        elif use.grammar is not None and self.skip_special_tokens is None:
+            params = replace(params, skip_special_tokens=False)  # some models mark their calls with them
+        return params
+
+
+def template_options(body: Any) -> dict[str, Any]:
+    """Options of the chat template, of a body that has these fields."""
+    continues = bool(body.continue_final_message)
+    prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return {"add_generation_prompt": prompt, "continue_final_message": continues,
+            "chat_template_kwargs": body.chat_template_kwargs,
+            "add_special_tokens": bool(body.add_special_tokens)}

@@ -1,0 +1,68 @@
+"""The fields of a request that say what its text must look like, under all their names."""
+
+from typing import Any
+
+from jaxpaged.core.errors import NotSupportedError, RequestError
+from jaxpaged.core.sampling_params import StructuredOutputsParams
+
+# Old name -> the key of `structured_outputs` that took its place.
+OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+             "guided_json_object": "json_object"}
+
+
+def structured_outputs(request: Any) -> StructuredOutputsParams | None:
+    """The constraint that a request names, in whichever way.
+
+    Raises:
+        RequestError: it is none, or there are several.
+    """
+    found = _named(request)
+    if not found:
+        return None
+    if len(found) > 1:
+        raise RequestError(f"{found[0][0]} and {found[1][0]} exclude one another; keep one", param=found[1][0])
+    [(name, wanted)] = found
+    given = {key: value for key, value in wanted.items() if value is not None}
+    for key in given:
+        if key not in OLD_NAMES.values():
+            keys = ", ".join(OLD_NAMES.values())
+            raise NotSupportedError(f"{name} takes one of {keys}, and nothing else", param=name)
+    try:
+        return StructuredOutputsParams(**given)
+    except RequestError as error:
+        raise error.about(name) from None
+
+
+def structure_field(request: Any) -> str:
+    """The field that names the constraint; without one it follows from the tools whose calls are demanded."""
+    return next((name for name, _ in _named(request)), "tools")
+
+
+def _named(request: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Fields of a request that name a constraint, and `structured_outputs` as each would have it."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if request.structured_outputs is not None:
+        found.append(("structured_outputs", request.structured_outputs))
+    if request.response_format is not None:
+        wanted = _response_format(request.response_format)
+        if wanted is not None:
+            found.append(("response_format", wanted))
+    for name, key in OLD_NAMES.items():
+        if getattr(request, name) not in (None, False):
+            found.append((name, {key: getattr(request, name)}))
+    return found
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise RequestError("response_format.type must be text, json_object or json_schema", param="response_format")
+    schema = given.get("json_schema")
+    inner = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(inner, dict):
+        raise RequestError("response_format.json_schema.schema must be a JSON schema", param="response_format")
+    return {"json": inner}

@@ -1,0 +1,341 @@
+"""What the routes of the OpenAI protocol do. Every check on a request is made before its answer begins."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+
+from jaxpaged import __version__
+from jaxpaged.core.errors import EngineDeadError, NotSupportedError, RequestError
+from jaxpaged.core.messages import EngineInfo
+from jaxpaged.core.sampling_params import SamplingParams
+from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding
+from jaxpaged.frontend.input_processor import InputProcessor, ProcessedRequest
+from jaxpaged.frontend.metrics import Metrics
+from jaxpaged.server.args import ServerConfig
+from jaxpaged.server.engine.client import EngineClient
+from jaxpaged.server.engine.output_stream import OutputStream
+from jaxpaged.server.parsers.registry import reasoning_grammar
+from jaxpaged.server.protocol.answer_shape import AnswerShape
+from jaxpaged.server.protocol.body import Body, BodyReader
+from jaxpaged.server.protocol.chat_answer import ChoiceReader
+from jaxpaged.server.protocol.chat_tools import choose_tools
+from jaxpaged.server.protocol.error_answers import BodyTimeoutError, to_json
+from jaxpaged.server.protocol.logprob_shapes import LogprobShape
+from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest, template_options
+from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect, read_body
+from jaxpaged.server.protocol.structure import structure_field
+from jaxpaged.server.routes.calls import Call, MakeReader
+from jaxpaged.server.routes.echo import Echo
+from jaxpaged.server.routes.embedding_route import EmbeddingRequest, embedding_answer
+from jaxpaged.server.routes.engine_state import engine_state
+from jaxpaged.server.routes.page import page_response
+from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest, TokenRoutes
+from jaxpaged.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_Body = TypeVar("_Body", bound=Body)
+
+COMPLETION_MAX_TOKENS = 16
+TOKENISE_THREADS = 2
+GRAMMAR_THREADS = 2
+
+
+class Api:
+    """What the routes do.
+
+    Args:
+        config: of the server.
+        client: serves already.
+        inputs: checks and tokenises prompts.
+        metrics: of the engine.
+        names: the served model's names; the first is the main one.
+        info: of the engine.
+        defaults: the model's own sampling parameters.
+        tokenizer: spells the tokens of log probabilities.
+        embeddings: whether the engine makes them.
+    """
+
+    def __init__(self, config: ServerConfig, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *,
+                 names: Sequence[str], info: EngineInfo, defaults: Mapping[str, Any], tokenizer: Tokenizer,
+                 embeddings: bool = False) -> None:
+        self.config = config
+        self._client, self._inputs, self._metrics = client, inputs, metrics
+        self.names, self._info, self._defaults = tuple(names), info, defaults
+        self._tokenizer, self._embeddings = tokenizer, embeddings
+        self._created = int(time.time())
+        self.request_limits = inputs.limits
+        self._bodies = BodyReader(config.limits)
+        self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len, config.limits)
+        self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
+        # Apart: a grammar may take its time, and prompts must not wait for it.
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
+        self._page = page_response()
+        self._refusal: str | None = None
+        self._reading: set[asyncio.Timeout] = set()  # of bodies that are not all there yet
+
+    def refuse(self, reason: str) -> None:
+        """Answer 503 to all new work from now on, also to what has been sent in part."""
+        self._refusal = reason
+        for deadline in self._reading:
+            deadline.reschedule(0.0)
+
+    def close(self) -> None:
+        """End the threads."""
+        for threads in (self._threads, self._grammar_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine is alive, makes progress and takes requests; 503 otherwise."""
+        self._check_serving()
+        return Response(b"")
+
+    async def version(self, request: Request) -> Response:
+        """The version of jaxpaged."""
+        return json_response(to_json({"version": __version__}))
+
+    async def metrics(self, request: Request) -> Response:
+        """Metrics for Prometheus."""
+        text, content_type = self._metrics.exposition(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    async def page(self, request: Request) -> Response:
+        """A page to chat with the model and to watch the engine."""
+        return self._page
+
+    async def engine_state(self, request: Request) -> Response:
+        """The block pool, block by block, and what the engine is busy with."""
+        self._check_serving()
+        pool = await self._client.pool_state()
+        return json_response(to_json(engine_state(self.names[0], self._info, pool, self._metrics)))
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Share nothing that has been computed so far with requests that come later."""
+        self._check_serving()
+        self._client.reset_prefix_cache()
+        return Response(b"")
+
+    async def models(self, request: Request) -> Response:
+        """The names of the model."""
+        self._check_serving()
+        return json_response(to_json({"object": "list", "data": [self._card(name) for name in self.names]}))
+
+    async def model(self, request: Request) -> Response:
+        """One name of the model."""
+        self._check_serving()
+        name = request.path_params["name"]
+        self._check_model(name)
+        return json_response(to_json(self._card(name)))
+
+    async def completions(self, request: Request) -> Response:
+        """Complete one or more prompts."""
+        self._check_serving()
+        body = self._bodies.read(CompletionRequest, await self._read_body(request))
+        self._check_model(body.model)
+        params = body.sampling_params(COMPLETION_MAX_TOKENS, self._defaults)
+        add_special = body.add_special_tokens is not False
+
+        def prepare(request_id: str, prompt: object) -> ProcessedRequest:
+            return self._inputs.process(request_id, prompt, params, add_special_tokens=add_special,
+                                        priority=body.priority or 0, cache_salt=body.cache_salt,
+                                        truncate_prompt_tokens=body.truncate_prompt_tokens,
+                                        lower_max_tokens=body.max_tokens is None)
+
+        return await self._answer(request, body, params, _prompts(body.prompt), prepare)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check_serving()
+        body = self._bodies.read(ChatCompletionRequest, await self._read_body(request))
+        self._check_model(body.model)
+        config = self.config
+        use = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls,
+                           config.tool_call_parser if config.enable_auto_tool_choice else None, config.limits)
+        params = body.chat_sampling_params(self._defaults, use)
+
+        def prepare(request_id: str, messages: object) -> ProcessedRequest:
+            keep = body.truncate_prompt_tokens
+            prompt = self._inputs.render_chat(messages, tools=use.tools, may_be_long=keep is not None,
+                                              **template_options(body))
+            return self._inputs.process(request_id, prompt, params, priority=body.priority or 0,
+                                        cache_salt=body.cache_salt, truncate_prompt_tokens=keep)
+
+        # An answer that is held to a form has no room for reasoning.
+        reasons = config.reasoning_parser if params.structured_outputs is None else None
+
+        def make_reader(prepared: ProcessedRequest) -> ChoiceReader:
+            return ChoiceReader(reasoning_grammar(reasons, prepared.prompt or "") if reasons else None, use.grammar,
+                                show_reasoning=body.include_reasoning is not False, one_call=use.one_call)
+
+        return await self._answer(request, body, params, [body.messages], prepare, use.finish_reason,
+                                  make_reader if reasons or use.grammar else None)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt or a chat."""
+        return await self._in_thread(request, TokenizeRequest, self._token_routes.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return await self._in_thread(request, DetokenizeRequest, self._token_routes.detokenize)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embeddings of one or more texts."""
+        self._check_serving()
+        body = self._bodies.read(EmbeddingRequest, await self._read_body(request))
+        self._check_model(body.model)
+        if not self._embeddings:
+            raise NotSupportedError("embeddings need a server started with --enable-embeddings")
+        prompts = _prompts(body.input, "input")
+
+        def prepare(request_id: str, prompt: object) -> ProcessedRequest:
+            try:
+                prepared = self._inputs.process(request_id, prompt, EMBEDDING_PARAMS,
+                                                add_special_tokens=body.add_special_tokens is not False)
+            except RequestError as error:
+                raise error.about("input") from None
+            return for_embedding(prepared, body.pooling or "last")
+
+        stream = self._client.admit(len(prompts))
+        try:
+            with on_disconnect(request.receive, lambda: self._client.close(stream)):
+                requests = await self._submit(stream, prepare, uuid.uuid4().hex, prompts)
+                places = {item.request_id: place for place, item in enumerate(requests)}
+                outputs = sorted(await stream.get_all(), key=lambda output: places[output.request_id])
+        finally:
+            self._client.close(stream)
+        answer = partial(embedding_answer, body, body.model or self.names[0], outputs)
+        return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, answer))
+
+    async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
+                      prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest],
+                      finish_reason: str = "stop", make_reader: MakeReader | None = None) -> Response:
+        self._check_serving()  # once more: reading the body may have taken its time
+        ordinal = uuid.uuid4().hex
+        stream = self._client.admit(len(prompts) * params.num_sequences,
+                                    self.config.limits.max_unread_tokens if body.stream else None,
+                                    1 + (params.logprobs or 0))
+        try:
+            with on_disconnect(request.receive, lambda: self._client.close(stream)):
+                if params.structured_outputs is not None:
+                    try:
+                        await self._beside(stream, self._grammar_threads, self._inputs.grammar,
+                                           params.structured_outputs)
+                    except RequestError as error:
+                        raise error.about(structure_field(body)) from None
+                requests = await self._submit(stream, prepare, ordinal, prompts)
+                if self.config.enable_log_requests:
+                    logger.info("request %s: %d prompt tokens, %s", ordinal,
+                                sum(len(item.prompt_token_ids) for item in requests), params)
+                chat = isinstance(body, ChatCompletionRequest)
+                sent_id = request.headers.get("x-request-id", "")[:self.config.limits.max_request_id_chars]
+                name = body.request_id or sent_id or ordinal
+                shape = AnswerShape(
+                    chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
+                    model=body.model or self.names[0], num_choices=len(requests) * params.n,
+                    token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params),
+                    prompt_logprobs=body.prompt_logprobs is not None)
+                echo = Echo(self._tokenizer, logprobs=params.logprobs is not None) if body.echoes else None
+                call = Call(stream, requests, params.n, shape, make_reader=make_reader, finish_reason=finish_reason,
+                            echo=echo)
+                if not body.stream:
+                    return await call.whole()
+        except BaseException:  # a cancelled call, too, must leave nothing running; the handlers below answer the rest
+            self._client.close(stream)
+            raise
+        events = call.events(self.config.stream_keep_alive or None, body.include_usage, body.continuous_usage)
+        return EventStream(events, lambda: self._client.close(stream))
+
+    async def _submit(self, stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
+                      prompts: Sequence[object]) -> list[ProcessedRequest]:
+        requests: list[ProcessedRequest] = await self._beside(stream, self._threads, _prepare_all, stream, prepare,
+                                                              ordinal, prompts)
+        self._client.submit(stream, requests)
+        return requests
+
+    async def _beside(self, stream: OutputStream, threads: ThreadPoolExecutor, work: Callable[..., Any],
+                      *arguments: object) -> Any:
+        """What `work` returns, done beside the event loop; ends at once if the stream fails."""
+        stream.preparing = asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+        try:
+            return await stream.preparing
+        except asyncio.CancelledError:
+            stream.check()  # it has failed in the meantime, which ended the waiting
+            raise
+
+    async def _in_thread(self, request: Request, kind: type[_Body],
+                         work: Callable[[_Body], dict[str, Any]]) -> Response:
+        """Answer with what `work` makes of the body, beside the event loop."""
+        self._check_serving()
+        body = self._bodies.read(kind, await self._read_body(request))
+        self._check_model(body.model)
+
+        def run() -> bytes:
+            return to_json(work(body))
+
+        return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, run))
+
+    async def _read_body(self, request: Request) -> bytes:
+        seconds = self.config.body_timeout
+        deadline = asyncio.timeout(seconds)
+        try:
+            async with deadline:
+                self._reading.add(deadline)
+                return await read_body(request, self.config.limits.max_request_bytes)
+        except TimeoutError:
+            self._check_serving()  # `refuse` ends the waiting, too
+            raise BodyTimeoutError(f"the request body did not come within {seconds:g} s (--body-timeout)") from None
+        finally:
+            self._reading.discard(deadline)
+
+    def _logprob_shape(self, chat: bool, params: SamplingParams) -> LogprobShape | None:
+        if params.logprobs is None:
+            return None
+        return LogprobShape(self._tokenizer, chat=chat, count=params.logprobs,
+                            skip_special_tokens=params.skip_special_tokens,
+                            keep_stop=params.include_stop_str_in_output,
+                            eos_token_ids=self._inputs.eos_token_ids)
+
+    def _check_serving(self) -> None:
+        reason = self._refusal or self._client.fault()
+        if reason is not None:
+            raise EngineDeadError(reason)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise RequestError(f"there is no such model here; GET /v1/models lists the names: {', '.join(self.names)}",
+                               param="model", code="model_not_found")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "jaxpaged",
+                "root": self.names[0], "parent": None, "max_model_len": self._info.max_model_len}
+
+
+def _prepare_all(stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
+                 prompts: Sequence[object]) -> list[ProcessedRequest]:
+    requests = []
+    for place, prompt in enumerate(prompts):
+        if stream.closed:  # clients that come and go must not leave work behind
+            break
+        requests.append(prepare(f"{ordinal}-{place}", prompt))
+    return requests
+
+
+def _prompts(value: object, param: str = "prompt") -> list[object]:
+    """The prompts of a request, each a text or a list of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if isinstance(value[0], int):
+            return [value]
+        for kind in (str, list):
+            if all(isinstance(item, kind) for item in value):
+                return value
+    raise RequestError(f"{param} must be a string, a list of token ids, a list of strings or a list of such lists, and "
+                       "not empty", param=param)

@@ -1,0 +1,128 @@
+"""One call's outputs on their way from the engine into an answer."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from jaxpaged.core.errors import EngineDeadError
+from jaxpaged.core.outputs import CompletionOutput, RequestOutput
+from jaxpaged.frontend.input_processor import ProcessedRequest
+from jaxpaged.server.engine.output_stream import OutputStream, RequestFailedError, StreamClosedError
+from jaxpaged.server.protocol.answer_shape import AnswerShape, usage
+from jaxpaged.server.protocol.chat_answer import ChoiceReader, join_deltas
+from jaxpaged.server.protocol.responses import json_response, server_error
+from jaxpaged.server.routes.echo import Echo
+
+_DONE = "data: [DONE]\n\n"
+_KEEP_ALIVE = ": keep-alive\n\n"  # a comment: readers of events pass over it
+MakeReader = Callable[[ProcessedRequest], ChoiceReader]
+
+
+class Call:
+    """Choice `place * n + c` of the answer is choice c of the prompt at `place`.
+
+    Args:
+        make_reader: for chats whose text holds tool calls or reasoning; called once for each choice.
+        finish_reason: of a choice that has calls and was not cut off.
+        echo: puts the prompts before the choices.
+    """
+
+    def __init__(self, stream: OutputStream, requests: Sequence[ProcessedRequest], n: int, shape: AnswerShape, *,
+                 make_reader: MakeReader | None = None, finish_reason: str = "tool_calls",
+                 echo: Echo | None = None) -> None:
+        self._stream, self._requests, self._n, self._shape = stream, requests, n, shape
+        self._finish_reason = finish_reason
+        self._echo = echo
+        self._readers = {} if make_reader is None else {
+            place * n + choice: make_reader(request)
+            for place, request in enumerate(requests) for choice in range(n)}
+        self._places = {request.request_id: place for place, request in enumerate(requests)}
+        self._cached = [0] * len(requests)
+        self._completion_tokens = 0
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        outputs = sorted(await self._stream.get_all(), key=lambda output: self._places[output.request_id])
+        for output in outputs:
+            self._count(output)
+        if self._echo is not None:
+            outputs = [self._echo.add(output) for output in outputs]
+        if self._readers:
+            messages: list[tuple[dict[str, Any], str | None]] = []
+            for choice in (choice for output in outputs for choice in output.outputs):
+                reader = self._readers[len(messages)]
+                deltas = reader.add(choice.text, True)
+                messages.append((join_deltas(deltas), self._reason(reader, choice)))
+            return json_response(self._shape.whole(outputs, self._usage(), messages))
+        return json_response(self._shape.whole(outputs, self._usage()))
+
+    async def events(self, keep_alive: float | None, include_usage: bool,
+                     continuous_usage: bool = False) -> AsyncIterator[str]:
+        """The answer as server-sent events, some at a time; an error after the first is an event as well.
+
+        Args:
+            keep_alive: seconds without an event after which a comment says that the answer goes on.
+            include_usage: end with a chunk of the usage.
+            continuous_usage: tell the usage so far in every chunk.
+        """
+        if keep_alive is not None:
+            self._stream.wake_every(keep_alive)
+        try:
+            opened: set[int] = set()
+            unfinished = len(self._requests)
+            while unfinished:
+                events: list[str] = []
+                outputs = await self._stream.get()
+                if not outputs:
+                    yield _KEEP_ALIVE
+                    continue
+                for output in outputs:
+                    self._add_events(events, output, opened)
+                    unfinished -= output.finished
+                if continuous_usage:
+                    totals = self._usage()
+                    events = [self._shape.with_usage(event, totals) for event in events if event]
+                if not unfinished:
+                    if include_usage:
+                        events.append(self._shape.usage_chunk(self._usage()))
+                    events.append(_DONE)
+                if events:
+                    yield "".join(events)
+        except StreamClosedError:
+            return
+        except (EngineDeadError, RequestFailedError) as error:
+            yield f"data: {server_error(error).decode()}\n\n{_DONE}"
+
+    def _add_events(self, events: list[str], output: RequestOutput, opened: set[int]) -> None:
+        self._count(output)
+        if self._echo is not None:
+            output = self._echo.add(output)
+        shape, first = self._shape, self._places[output.request_id] * self._n
+        for choice in output.outputs:
+            index = first + choice.index
+            if index not in opened:
+                opened.add(index)
+                events.append(shape.first_chunk(index, output.prompt_token_ids))
+            reader = self._readers.get(index)
+            reason: str | None = choice.finish_reason
+            if reader is None:
+                events.append(shape.text_chunk(index, choice))
+            else:
+                deltas = reader.add(choice.text, reason is not None)
+                events += shape.delta_chunks(index, deltas, choice)
+                reason = self._reason(reader, choice)
+            if reason is not None:
+                events.append(shape.last_chunk(index, reason, choice.stop_reason))
+
+    def _reason(self, reader: ChoiceReader, choice: CompletionOutput) -> str | None:
+        return self._finish_reason if reader.called and choice.finish_reason == "stop" else choice.finish_reason
+
+    def _count(self, output: RequestOutput) -> None:
+        self._cached[self._places[output.request_id]] = output.num_cached_tokens
+        for choice in output.outputs:
+            self._completion_tokens += len(choice.token_ids)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(sum(len(request.prompt_token_ids) for request in self._requests), self._completion_tokens,
+                     sum(self._cached))

@@ -1,0 +1,1 @@
+"""Processes that are ended when they exceed their time or memory."""

@@ -1,0 +1,140 @@
+"""Work on what clients send, in small processes of their own: what takes too long or too much memory is cut off.
+
+A thread cannot be stopped, and native code does not ask; a process can be ended.
+"""
+
+import logging
+import pickle
+import queue
+import resource
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from jaxpaged.core.errors import JaxpagedError, RequestError
+from jaxpaged.server.sandbox.child_process import start_child
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+
+
+class CutOffError(JaxpagedError):
+    """The work did not end in time, or ended its process."""
+
+
+class BoundedProcesses:
+    """Does jobs, as many at once as there are processes. May be called from several threads.
+
+    Args:
+        begin: run once in each process; what it returns does the jobs. It is pickled, as are jobs and results.
+        name: told in the processes' command lines.
+        timeout: seconds that one job may take.
+        memory: bytes that the jobs may make a process grow by, beyond what `begin` has left.
+        count: of processes; each starts with the first job that finds no other idle, unless `eager`.
+    """
+
+    def __init__(self, begin: Callable[[], Callable[[Any], Any]], *, name: str, timeout: float, memory: int, count: int,
+                 eager: bool = False) -> None:
+        self._parts = begin, memory
+        self._name, self._timeout = name, timeout
+        self._children: set[_Child] = set()
+        self._closed = False
+        self._idle: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()
+        for _ in range(count):
+            self._idle.put(self._start() if eager else None)
+
+    def do(self, job: object) -> Any:
+        """The result of a job.
+
+        Raises:
+            RequestError: the job's own.
+            CutOffError: its time or memory was up.
+            RecursionError: it is nested too deeply to be sent.
+        """
+        child = self._idle.get()
+        try:
+            if child is None:
+                child = self._start()
+            answer = child.ask(job, self._timeout)
+        except TimeoutError:
+            logger.warning("%s: cut off after %g s", self._name, self._timeout)
+            raise CutOffError(f"did not end within {self._timeout:g} s") from None
+        except (EOFError, OSError):
+            logger.warning("%s: a job ended its process", self._name)
+            raise CutOffError("failed") from None
+        finally:
+            if child is not None and not child.good:
+                child.end()
+                self._children.discard(child)
+                child = None if self._closed else self._start()
+            self._idle.put(child)
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the processes, also those that are busy."""
+        self._closed = True
+        for child in tuple(self._children):
+            child.end()
+
+    def _start(self) -> "_Child":
+        child = _Child(self._name, self._parts)
+        self._children.add(child)
+        return child
+
+
+class _Child:
+    """One process; `good` until it has missed an answer."""
+
+    def __init__(self, name: str, parts: object) -> None:
+        self.good = True
+        self._ready = False
+        self._process, self._pipe = start_child(__name__, name, parts)
+
+    def ask(self, job: object, timeout: float) -> Any:
+        """What the child says, within `timeout` seconds once it is ready."""
+        message = pickle.dumps(job)  # apart: where that fails, nothing was sent
+        self.good = False
+        if not self._ready:
+            self._receive(START_SECONDS)
+            self._ready = True
+        self._pipe.send_bytes(message)
+        answer = self._receive(timeout)
+        self.good = True
+        return answer
+
+    def _receive(self, timeout: float) -> Any:
+        if not self._pipe.poll(timeout):
+            raise TimeoutError
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        """Kill it; who waits for its answer finds the pipe at its end."""
+        self._process.kill()
+        self._process.wait()
+
+
+def run_child(pipe: Connection) -> None:
+    """Do what comes, until the parent's end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        begin, memory = pipe.recv()
+        do = begin()
+        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        pipe.send(None)  # ready
+        while True:
+            job = pipe.recv()
+            try:
+                answer = do(job)
+            except RequestError as error:
+                answer = error
+            pipe.send(answer)
+    except (EOFError, OSError):
+        return

@@ -1,0 +1,145 @@
+"""The engine's own programs compiled for GPUs that are not there: in place, few launches, one CUDA graph, good code.
+
+The numbers are compared with bench/results/aot.md, so that a change for the worse is seen.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from bench.bench_aot import DECODE, FEW, GPUS, MODELS, MOSAIC, PREFILL, Row, compile_in_children, document
+from jaxpaged.pallas_kernels.tiles import MOSAIC as TILES
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "bench" / "results" / "aot.md"
+MIB = 2**20
+
+# Most temporaries of a step in MiB: activations of its tokens, cuBLASLt's workspace, partial results of attention.
+MOST_TEMPORARIES = {
+    "llama-3.1-8b": {FEW: 40, DECODE: 40, PREFILL: 700},
+    "smollm2-135m": {FEW: 20, DECODE: 20, PREFILL: 60},
+}
+# Two norms, seven products, rotation and write, attention and its merge, the gate.
+MOST_LAUNCHES_PER_LAYER = 13
+
+
+@pytest.fixture(scope="module")
+def compiled() -> tuple[str, list[Row]]:
+    """Two layers of each model for each GPU, one process per GPU."""
+    return compile_in_children(GPUS, tuple(MODELS), 2)
+
+
+def check_forward(row: Row) -> None:
+    """What must hold of a step's program at any number of layers."""
+    name = " ".join(row.key)
+    tokens = int(re.findall(r"\d+", row.program)[-1])
+    assert row.alias_bytes >= row.pool_bytes, f"{name}: the pool is not updated in place"
+    assert row.largest_copy < row.largest_pool / 4, f"{name}: copies {row.largest_copy:,} bytes"
+    assert row.temporary_bytes < MOST_TEMPORARIES[row.model][tokens] * MIB, f"{name}: {row.temporary_bytes:,} bytes"
+    assert row.temporary_bytes < row.largest_pool, name
+    assert row.graphs == 1 and not row.outside_graphs, f"{name}: {row.graphs} graphs, outside {row.outside_graphs}"
+    kernels = {kernel["name"]: kernel for kernel in row.kernels}
+    most_launches = MOST_LAUNCHES_PER_LAYER + (MOSAIC in kernels)  # its queries are padded first
+    assert row.launches_per_layer <= most_launches, f"{name}: {row.launches_per_layer} launches per layer"
+    for kernel in kernels.values():
+        assert kernel["spill_bytes"] == 0 and kernel["registers"] <= 255, f"{name}: {kernel}"
+        assert kernel["blocks_per_sm"] >= 1, f"{name}: {kernel}"
+    assert (MOSAIC in kernels) == (row.gpu == "h200" and row.program == f"forward[{FEW}]"), name
+    if attention := kernels.get(MOSAIC):
+        # At least keys and values of a block before the loop for each stage but one, and as many in it; barriers of
+        # each stage, and one of the queries.
+        assert attention["tma_loads"] >= 2 * TILES.num_stages and attention["wgmma"] > 0, f"{name}: {attention}"
+        assert attention["barriers"] == 2 * TILES.num_stages + 1, f"{name}: {attention}"
+    else:
+        attention = kernels["paged_attention"]
+        assert attention["async_loads"] > 0 and attention["narrow_async_loads"] == 0, f"{name}: {attention}"
+        assert attention["mma"] + attention["wgmma"] > 0, f"{name}: {attention}"
+        assert max(attention["wait_groups"]) > 0, f"{name}: loads do not overlap with arithmetic: {attention}"
+    if row.gpu == "h200" and tokens == PREFILL:
+        assert attention["wgmma"] > 0, f"{name}: {attention}"
+    assert kernels["rotary_kv_write"]["wide_loads"] > 0, f"{name}: {kernels['rotary_kv_write']}"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", MODELS)
+def test_steps_run_in_place_in_one_graph(model: str, gpu: str, compiled: tuple[str, list[Row]]) -> None:
+    rows = [row for row in compiled[1] if (row.gpu, row.model) == (gpu, model) and row.program.startswith("forward")]
+    assert len(rows) == 3 + ((model, gpu) == ("llama-3.1-8b", "h200"))
+    for row in rows:
+        check_forward(row)
+
+
+def test_prompt_logprobs_are_one_graph(compiled: tuple[str, list[Row]]) -> None:
+    rows = [row for row in compiled[1] if row.program.startswith("prompt_logprobs")]
+    assert len(rows) == len(GPUS)
+    for row in rows:
+        assert row.alias_bytes >= row.pool_bytes and row.graphs == 1 and not row.outside_graphs, row
+        assert not any(kernel["spill_bytes"] for kernel in row.kernels), row
+
+
+def test_sampling_is_one_launch_without_temporaries(compiled: tuple[str, list[Row]]) -> None:
+    rows = [row for row in compiled[1] if row.program.startswith("sample[")]
+    assert len(rows) == len(GPUS) * len(MODELS)
+    for row in rows:
+        assert row.launches == 1 and row.temporary_bytes == 0, row
+        assert [kernel["name"] for kernel in row.kernels] == ["sampler"] and row.kernels[0]["spill_bytes"] == 0
+
+
+def test_full_sampling_is_one_graph(compiled: tuple[str, list[Row]]) -> None:
+    """No sort, no loop and no branch: all of it is launched at once; for one model, in both modes of logprobs."""
+    rows = [row for row in compiled[1] if row.program.startswith("sample_full")]
+    assert len(rows) == len(GPUS) * len(MODELS) + 1
+    for row in rows:
+        assert row.graphs == 1 and not row.outside_graphs, row
+        assert {kernel["name"] for kernel in row.kernels} >= {"sampler", "top_tokens"}
+        assert not any(kernel["spill_bytes"] for kernel in row.kernels), row
+
+
+def tables(text: str) -> tuple[dict[tuple[str, ...], dict[str, str]], ...]:
+    """The two Markdown tables: rows by their first three or four cells."""
+    found: list[dict[tuple[str, ...], dict[str, str]]] = []
+    header: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            header = []
+        elif not header:
+            header = cells
+            found.append({})
+        elif not set(line) <= set("|- "):
+            found[-1][tuple(cells[: 4 if "kernel" in header else 3])] = dict(zip(header, cells, strict=True))
+    return tuple(found)
+
+
+def test_nothing_is_worse_than_in_the_committed_table(compiled: tuple[str, list[Row]]) -> None:
+    """Temporaries, registers and what the layers share may grow a little; the rest may only get better."""
+    committed = TABLE.read_text()
+    if f"with jax {jax.__version__};" not in committed:
+        pytest.skip(f"the table was made with another version of jax than {jax.__version__}")
+    hint = "if it is wanted: python bench/bench_aot.py --write bench/results/aot.md"
+    for was, now in zip(tables(committed)[:2], tables(document(*compiled)), strict=True):
+        assert was.keys() == now.keys(), hint
+        for key, before in was.items():
+            for column, slack in (("temporaries, MiB", 1.05), ("launches", 1.1), ("per layer", 1), ("CUDA graphs", 1),
+                                  ("registers", 1.1), ("spilled", 1), ("shared, KiB", 1)):
+                if before.get(column):
+                    least, found = (float(row[column].replace(",", "")) for row in (before, now[key]))
+                    assert found <= least * slack, f"{' '.join(key)}: {column} was {least}, is {found}; {hint}"
+            for column in ("blocks per SM", "waits for"):
+                if before.get(column):
+                    least, found = (max(map(float, row[column].split())) for row in (before, now[key]))
+                    assert found >= least, f"{' '.join(key)}: {column} was {least}, is {found}; {hint}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("model", "layers"), [("llama-3.1-8b", 32), ("smollm2-135m", 30)])
+def test_the_whole_model_is_as_its_first_layers(model: str, layers: int, gpu: str) -> None:
+    """All layers: the same per layer, still one graph, no more temporaries."""
+    _, rows = compile_in_children((gpu,), (model,), layers)
+    steps = [row for row in rows if row.program.startswith("forward")]
+    assert len(steps) >= 3
+    for row in steps:
+        check_forward(row)

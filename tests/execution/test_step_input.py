@@ -1,0 +1,97 @@
+"""The padded buffer of a step against a loop that writes it down row by row."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpaged.core.messages import EngineRequest
+from jaxpaged.core.sampling_params import SamplingParams
+from jaxpaged.execution.step_input import IN_FLIGHT, pad_step, unpack_step
+from jaxpaged.scheduling.request import Request
+from jaxpaged.scheduling.scheduler_output import ScheduledPiece, SchedulerOutput
+
+NULL_SLOT = 40
+
+
+def request() -> Request:
+    return Request(EngineRequest("r", (1,), SamplingParams(), 1), 0)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[SchedulerOutput, int]:
+    """A step as the scheduler makes them, and its block size."""
+    block_size = draw(st.sampled_from([1, 2, 5, 16]))
+    slots = draw(st.lists(st.integers(0, NULL_SLOT - 1), unique=True, min_size=1, max_size=6))
+    ids, blocks = st.integers(0, 2**31 - 1), st.integers(1, 1000)
+    pieces = []
+    for slot in slots:
+        start, length = draw(st.integers(0, 40)), draw(st.integers(1, 20))
+        begun = [position for position in range(start, start + length) if position % block_size == 0]
+        pieces.append(ScheduledPiece(
+            request=request(), slot=slot, start=start, num_tokens=length, samples=draw(st.booleans()), admit=start == 0,
+            token_ids=draw(st.lists(ids, min_size=length - draw(st.booleans()), max_size=length)),
+            blocks=draw(st.lists(blocks, min_size=len(begun), max_size=len(begun)))))
+        if pieces[-1].samples and draw(st.booleans()):  # another choice of the same prompt
+            pieces.append(ScheduledPiece(request(), NULL_SLOT - 1 - slot % 7, start + length, (), 0, True, (), True))
+    return SchedulerOutput(tuple(pieces), sum(piece.num_tokens for piece in pieces)), block_size
+
+
+def naive(pieces: Sequence[ScheduledPiece], block_size: int) -> tuple[list[tuple[int, int, int, int]], list[int],
+                                                                       list[int]]:
+    """(slot, position, token id, new block) of each row, the rows to sample after, and the slots to sample for."""
+    rows: list[tuple[int, int, int, int]] = []
+    sampled, slots = [], []
+    for piece in pieces:
+        ids, blocks = list(piece.token_ids), list(piece.blocks)
+        for position in range(piece.start, piece.start + piece.num_tokens):
+            token = ids.pop(0) if ids else IN_FLIGHT
+            block = blocks.pop(0) if position % block_size == 0 else -1
+            rows.append((piece.slot, position, token, block))
+        if piece.samples:
+            sampled.append(len(rows) - 1)
+            slots.append(piece.slot)
+    return rows, sampled, slots
+
+
+@given(steps(), st.integers(0, 9), st.integers(0, 3))
+def test_every_row_is_where_it_belongs(case: tuple[SchedulerOutput, int], spare: int, spare_samples: int) -> None:
+    step, block_size = case
+    size, num_samples = step.num_tokens + spare, step.num_sampled + spare_samples
+    buffer = pad_step(step, size=size, num_samples=num_samples, null_slot=NULL_SLOT, block_size=block_size)
+    assert buffer.dtype == np.int32 and buffer.shape == (4 * size + 2 * num_samples,)
+    rows, sampled, slots = naive(step.pieces, block_size)
+    rows += [(NULL_SLOT, 0, 0, -1)] * spare
+    for part, wanted in enumerate(zip(*rows, strict=True)):
+        assert tuple(buffer[part * size : (part + 1) * size]) == wanted
+    assert buffer[4 * size :].tolist() == (
+        sampled + [size] * spare_samples + slots + [NULL_SLOT] * spare_samples)
+
+    parts = unpack_step(buffer, size)  # type: ignore[arg-type]
+    found = zip(parts.slot, parts.position, parts.token_id, parts.new_block, strict=True)
+    assert [tuple(map(int, row)) for row in found] == rows
+    assert list(parts.sample_row) == sampled + [size] * spare_samples
+    assert list(parts.sample_slot) == slots + [NULL_SLOT] * spare_samples
+
+
+def one_piece() -> SchedulerOutput:
+    piece = ScheduledPiece(request(), 0, 0, (1, 2), 2, True, (3,), True)
+    return SchedulerOutput((piece,), 2)
+
+
+def test_the_buffer_is_frozen_and_each_step_has_its_own() -> None:
+    """The device may read its memory for as long as the step runs."""
+    first, second = (pad_step(one_piece(), size=4, num_samples=1, null_slot=9, block_size=16) for _ in range(2))
+    assert not np.may_share_memory(first, second)
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1
+    assert first.base is None, "nobody else holds the memory writeable"
+
+
+def test_a_step_that_does_not_fit_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="2 tokens do not fit a step of 1"):
+        pad_step(one_piece(), size=1, num_samples=1, null_slot=9, block_size=16)
+    with pytest.raises(AssertionError, match="1 sampled rows do not fit 0"):
+        pad_step(one_piece(), size=2, num_samples=0, null_slot=9, block_size=16)

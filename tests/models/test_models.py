@@ -1,0 +1,237 @@
+"""Logits and greedy ids of small random checkpoints equal those of transformers in float32."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+from transformers import LlamaConfig
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.core.config import EngineConfig
+from jaxpaged.core.errors import CheckpointError
+from jaxpaged.engine.startup import model_of
+from jaxpaged.loading.checkpoint import open_checkpoint
+from jaxpaged.loading.weights import load_params
+from jaxpaged.models.attention import make_metadata
+from jaxpaged.models.config import RopeConfig
+from jaxpaged.models.hf_config import common_config
+from jaxpaged.models.layers import rotary_angles, rotate
+from jaxpaged.models.registry import find_family
+from jaxpaged.models.transformer import Transformer
+from jaxpaged.pallas_kernels.kv_pages import KVPages
+from tests.support.sameness import compare_ids, num_decided
+from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
+
+COMMON = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 256,
+          "rms_norm_eps": 1e-5}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "llama3 rope": {"rope_parameters": LLAMA3},
+    "wide heads": {"head_dim": 32, "num_key_value_heads": 4, "rope_parameters": {"rope_type": "default",
+                                                                                  "rope_theta": 1e6}},
+    "odd sizes": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 10,
+                  "rms_norm_eps": 1e-2},
+    "all at once": {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "tie_word_embeddings": True,
+                    "num_key_value_heads": 1, "rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+    "yarn in full": {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 1.0, "truncate": False,
+                                                "mscale_all_dim": 0.5}},
+    "yarn as told": {"rope_parameters": YARN | {"attention_factor": 1.5}},
+    "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2 windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_parameters": YARN},
+    "mistral": {"model_type": "mistral", "sliding_window": 21, "head_dim": 24},
+    "mistral without a window": {"model_type": "mistral", "sliding_window": None},
+    "mistral within its window": {"model_type": "mistral", "sliding_window": 128},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory per checkpoint, as transformers saves them, with a tokenizer beside it."""
+    torch = pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name, changes in CHECKPOINTS.items():
+        folder = write_model(root / name)
+        torch.manual_seed(len(name))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**({"model_type": "llama"} | COMMON | changes)))
+        for key, parameter in model.named_parameters():
+            scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
+            parameter.data = ("norm" in key) + scale * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+    return root
+
+
+def load(folder: Path, dtype: Any = jnp.float32) -> tuple[nnx.GraphDef[Transformer], dict[Any, Any], Any]:
+    checkpoint = open_checkpoint(folder)
+    family = find_family(checkpoint.config)
+    config = family.config_from_hf(checkpoint.config)
+    graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, dtype)))
+    params = load_params(nnx.to_pure_dict(state), family.weights, checkpoint, num_layers=config.num_layers,
+                         ignored=family.ignored, tied=config.tie_embeddings, dtype=dtype)
+    return graph, params, config
+
+
+def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32) -> np.ndarray:
+    """[T, V]: one step over all tokens, with pages in no order."""
+    graph, params, config = load(folder, dtype)
+    block_size, count = 16, len(tokens)
+    width = -(-count // block_size)
+    table = jnp.array([np.random.default_rng(0).permutation(width) + 1, [0] * width], jnp.int32)
+    pool = jnp.zeros((width + 1, block_size, config.num_kv_heads, config.head_dim), dtype)
+
+    @jax.jit
+    def run(params: Any, ids: jax.Array) -> jax.Array:
+        meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table, config, block_size)
+        pools = (KVPages(pool, pool),) * config.num_layers
+        return nnx.merge(graph, params)(ids, jnp.arange(count), pools, meta)[0]
+
+    logits = run(params, jnp.array(tokens, jnp.int32))
+    assert logits.dtype == jnp.float32
+    return np.asarray(logits)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits(checkpoints: Path, name: str) -> None:
+    import torch
+
+    from tests.support.reference_model import ReferenceModel
+
+    tokens = random_prompt(100, 1)
+    model = ReferenceModel(checkpoints / name).model
+    with torch.inference_mode():
+        wanted = model(torch.tensor([tokens])).logits[0].numpy()
+    assert wanted.std() > 0.5, "logits that differ too little to tell anything"
+    np.testing.assert_allclose(prefill_logits(checkpoints / name, tokens), wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "engine_args"), [
+    ("grouped", {}), ("all at once", {"max_num_batched_tokens": 7}), ("mistral", {"max_num_batched_tokens": 7}),
+    ("qwen3", {"max_num_batched_tokens": 7})])
+def test_greedy_ids(checkpoints: Path, name: str, engine_args: dict[str, Any]) -> None:
+    """Through the whole engine: prompts in pieces, several at once, mixed with decoding."""
+    from tests.support.reference_model import ReferenceModel
+
+    model = ReferenceModel(checkpoints / name)
+    prompts = [random_prompt(length, length) for length in (1, 15, 16, 17, 40, 90)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(model=str(checkpoints / name), **ENGINE_ARGS | engine_args) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    decided = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = output.outputs[0].token_ids
+        assert len(ids) == 24
+        reference = model.check(prompt, ids)
+        assert compare_ids(ids, reference.ids, reference.gaps) is None
+        decided += num_decided(reference.gaps)
+    assert decided > 100, "too many near-ties to tell anything"
+
+
+def test_numpy_reference(tmp_path: Path) -> None:
+    """The reference of the engine's own tests agrees with transformers."""
+    torch = pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
+    from tests.support.reference_model import ReferenceModel
+
+    tokens = random_prompt(60, 2)
+    model = ReferenceModel(write_model(tmp_path / "model")).model
+    with torch.inference_mode():
+        wanted = model(torch.tensor([tokens])).logits[0].numpy()
+    np.testing.assert_allclose(Reference(CONFIG, random_weights()).logits(tokens), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_half_precision_models_are_not_rounded(tmp_path: Path, tied: bool) -> None:
+    """bfloat16 has 8 bits: rounded to it, most of 257 candidates would tie with a neighbour."""
+    folder = write_model(tmp_path / "model", {**CONFIG, "tie_word_embeddings": tied})
+    logits = prefill_logits(folder, random_prompt(20, 3), jnp.bfloat16)
+    rounded = logits.astype(jnp.bfloat16).astype(np.float32)
+    assert (logits != rounded).mean() > 0.9
+    config = CONFIG | {"tie_word_embeddings": tied}
+    full = Reference(config, random_weights(config)).logits(random_prompt(20, 3))
+    assert np.abs(logits - full).max() < 0.1 * full.std() + 0.1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_sums_of_half_precision_models_do_not_overflow(tmp_path: Path, dtype: Any) -> None:
+    """States whose squares, and scores that, are beyond float16: norms, softmax and logits are in float32."""
+    weights = random_weights()
+    weights["model.embed_tokens.weight"] *= 1000
+    for name in weights:
+        if "q_proj" in name or "k_proj" in name:
+            weights[name] *= 30
+    weights = {name: np.asarray(jnp.asarray(tensor, dtype), np.float32) for name, tensor in weights.items()}
+    folder = write_model(tmp_path / "model")
+    save_file(weights, folder / "model.safetensors")
+    tokens = random_prompt(40, 4)
+    assert (weights["model.embed_tokens.weight"][tokens] ** 2).sum(axis=1).min() > 65504
+    logits, wanted = prefill_logits(folder, tokens, dtype), Reference(CONFIG, weights).logits(tokens)
+    assert np.abs(logits - wanted).max() < (0.01 if dtype == jnp.float16 else 0.1) * wanted.std()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("position", [2049, 8191, 131_071])  # beyond what half precision counts to
+def test_rotary_angles_of_far_positions(dtype: Any, position: int) -> None:
+    """They are those of float32 from the integer position: cast at the end, they are as good at any position."""
+    x = np.random.default_rng(0).standard_normal((1, 2, 64)).astype(np.float32)
+    cos, sin = rotary_angles(jnp.array([position]), 64, RopeConfig(theta=10000.0))
+    found = np.asarray(rotate(jnp.asarray(x, dtype), cos, sin), np.float64)
+    angle = position * 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    first, second = np.split(np.asarray(jnp.asarray(x, dtype), np.float64), 2, axis=-1)
+    wanted = np.concatenate([first * np.cos(angle) - second * np.sin(angle),
+                             second * np.cos(angle) + first * np.sin(angle)], axis=-1)
+    rounding = 2.0**-24 * position + float(jnp.finfo(dtype).eps)
+    assert np.abs(found - wanted).max() < 4 * rounding
+
+
+SPARSE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"num_key_value_heads": 2}, {"head_dim": None}, {"head_dim": 10}, {"rope_theta": 5e5},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": None}, {"tie_word_embeddings": True},
+    {"attention_bias": True}, {"mlp_bias": True},
+], ids=str)
+def test_a_sparse_config_means_what_it_means_to_transformers(more: dict[str, Any]) -> None:
+    """Files of older or hand-made checkpoints leave out what equals the defaults."""
+    ours, wanted = common_config(SPARSE | more), LlamaConfig(**SPARSE, **more)
+    names = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "tie_embeddings": "tie_word_embeddings",
+             "attention_bias": "attention_bias", "attention_output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(wanted, names[name]) for name in names}
+    rope = wanted.rope_parameters
+    assert (ours.rope.theta, ours.rope.kind) == (rope["rope_theta"], rope["rope_type"])
+    assert dict(ours.rope.scaling) == {key: rope[key] for key in ("factor",) if key in rope}
+
+
+def test_the_default_epsilon_is_that_of_transformers() -> None:
+    assert common_config(SPARSE).norm_eps == LlamaConfig(**SPARSE).rms_norm_eps
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("rms_norm_eps", "small"), ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")), ("rope_theta", [1]),
+    ("rope_parameters", "linear"), ("rope_scaling", [8]), ("rope_scaling", {"rope_type": "linear", "factor": "x"}),
+    ("rope_scaling", {"rope_type": "yarn", "factor": float("nan")}), ("eos_token_id", "</s>"), ("eos_token_id", [1.5]),
+    ("dtype", "float7"), ("dtype", "float64"), ("num_hidden_layers", 0), ("hidden_size", "64"),
+])
+def test_a_damaged_config_is_an_error_that_names_the_key(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key.replace("rope_", "rope_|rotary ")):
+        model_of(EngineConfig(), CONFIG | {key: value}, "cuda")
+
+
+def test_a_negative_end_id_stands_for_none() -> None:
+    assert common_config(CONFIG | {"eos_token_id": [5, -1]}).eos_token_ids == (5,)

@@ -1,0 +1,157 @@
+"""Scheduling policies: the real scheduler serves one request at a time, or a few, on a clock; a plain sort says in
+which order they must end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.core.messages import EngineRequest
+from jaxpaged.core.sampling_params import SamplingParams
+from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.policy import PRIORITY_AGEING_SECONDS, Policy, PredictedPolicy, PriorityPolicy
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.scheduling.scheduler_output import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request as the clock sees it; its answer ends by itself after `output` tokens."""
+
+    time: float
+    output: int
+    priority: int = 0
+    hint: int | None = None
+    prompt: int = 4
+
+
+@dataclass(frozen=True)
+class Served:
+    """When each request's answer ended, in the order of the calls, and how often one was preempted."""
+
+    ends: list[float]
+    preemptions: int
+
+    @property
+    def order(self) -> list[int]:
+        return sorted(range(len(self.ends)), key=self.ends.__getitem__)
+
+
+def serve(calls: Sequence[Call], policy: Policy, *, slots: int = 1, num_blocks: int = 1000, block_size: int = 4,
+          step_seconds: float = 1.0) -> Served:
+    """One step after another, each as long as the others."""
+    scheduler = Scheduler(BlockAllocator(num_blocks), block_size=block_size, max_num_seqs=slots,
+                          max_num_batched_tokens=256, policy=policy)
+    ends = [0.0] * len(calls)
+    coming = sorted(range(len(calls)), key=lambda index: calls[index].time)
+    in_flight: SchedulerOutput | None = None
+    now = 0.0
+    while coming or scheduler.has_unfinished() or in_flight:
+        while coming and calls[coming[0]].time <= now:
+            index = coming.pop(0)
+            call = calls[index]
+            scheduler.add(EngineRequest(
+                str(index), (index,) * call.prompt, SamplingParams(expected_output_tokens=call.hint), 64,
+                frozenset([1]), arrival_time=call.time, priority=call.priority))
+        step = scheduler.schedule(now)
+        if in_flight:
+            ids = [int(len(piece.request.token_ids) - piece.request.num_prompt_tokens + 1
+                       >= calls[int(piece.request.request_id)].output) for piece in in_flight.pieces if piece.samples]
+            for delta in scheduler.update(in_flight, ids):
+                if delta.finish_reason is not None:
+                    ends[int(delta.request_id)] = now
+        scheduler.check_integrity()
+        in_flight = step if step.pieces else None
+        now += step_seconds
+        assert now < 1e5, "somebody starves"
+    return Served(ends, scheduler.num_preemptions)
+
+
+calls = st.builds(Call, time=st.just(0.0), output=st.integers(1, 60), priority=st.integers(-2, 2))
+
+
+@settings(max_examples=40)
+@given(st.lists(calls, min_size=1, max_size=12), st.integers(1, 3))
+def test_the_more_important_is_let_in_first_and_equals_by_arrival(batch: list[Call], slots: int) -> None:
+    """All are there from the start, so who is let in next is always the first of what is left."""
+    served = serve(batch, PriorityPolicy(), slots=slots)
+    if slots == 1:
+        assert served.order == sorted(range(len(batch)), key=lambda index: batch[index].priority)
+    assert served.preemptions == 0
+
+
+@settings(max_examples=40)
+@given(st.lists(calls, min_size=1, max_size=12))
+def test_the_shortest_by_hint_is_let_in_first_and_equals_by_arrival(batch: list[Call]) -> None:
+    hinted = [Call(0.0, call.output, hint=call.output) for call in batch]
+    assert serve(hinted, PredictedPolicy()).order == sorted(range(len(batch)), key=lambda index: batch[index].output)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 50), st.integers(1, 64), st.integers(1, 64), st.sampled_from([0.5, 3.0]))
+def test_waiting_makes_up_for_predicted_work(gap: int, first: int, second: int, rate: float) -> None:
+    """Both wait behind a third that holds the only slot; a second of waiting outweighs `rate` tokens."""
+    batch = [Call(0.0, 60, hint=60), Call(1.0, first, hint=first), Call(1.0 + gap, second, hint=second)]
+    served = serve(batch, PredictedPolicy(ageing_rate=rate))
+    assert (served.ends[1] < served.ends[2]) == (first <= second + gap * rate)
+
+
+def test_lengths_are_learned_from_those_that_finished() -> None:
+    """Long prompts get short answers here, and short prompts long ones; nobody says so."""
+    kinds = [Call(0.0, 40, prompt=4), Call(0.0, 3, prompt=64)]
+    policy = PredictedPolicy(ageing_rate=0.01)
+    serve(kinds * 10, policy)
+    served = serve([Call(0.0, 20, prompt=30), *kinds * 2], policy)
+    assert served.order == [0, 2, 4, 1, 3]
+
+
+def test_an_important_request_takes_the_place_of_a_less_important_one() -> None:
+    """Of the last of the least important, which is let in again before its equal that came later."""
+    batch = [Call(0.0, 50, 1), Call(1.0, 50, 2), Call(2.0, 50, 2), Call(3.0, 5, 2), Call(10.0, 5, 0)]
+    served = serve(batch, PriorityPolicy(), slots=3)
+    assert served.preemptions == 1
+    assert served.ends[4] <= 10 + 5 + 2
+    assert served.ends[2] <= 52 + (17 - 10) + 2 < served.ends[0] + 50
+    assert served.ends[0] < served.ends[3], "it took the slot that became free first"
+
+
+def test_equals_do_not_take_each_others_place() -> None:
+    batch = [Call(0.0, 50, 1), Call(1.0, 5, 1), Call(2.0, 5, 1)]
+    assert serve(batch, PriorityPolicy()) == Served(serve(batch, PriorityPolicy()).ends, 0)
+    assert serve(batch, PriorityPolicy()).order == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", [PriorityPolicy(), PredictedPolicy()])
+def test_nobody_starves(policy: Policy) -> None:
+    """A stream of short and important requests that never leaves the slot free, and one that is neither."""
+    stream = [Call(float(5 * number), 6, 0, hint=6) for number in range(200)]
+    served = serve([Call(1.0, 20, 3, hint=20), *stream], policy, step_seconds=1.0)
+    assert served.ends[0] < 3 * PRIORITY_AGEING_SECONDS + 100
+    assert served.ends[0] < max(served.ends)
+
+
+def test_room_for_predicted_growth_prevents_preemptions() -> None:
+    """Answers of 40 tokens each in a pool for three and a half: with one block of room each, too many are let in."""
+    batch = [Call(0.0, 40, hint=40) for _ in range(12)]
+    pool = {"slots": 12, "num_blocks": 1 + 3 * 11 + 6}
+    assert serve(batch, PriorityPolicy(), **pool).preemptions > 0
+    assert serve(batch, PredictedPolicy(horizon=40), **pool).preemptions == 0
+
+
+def test_nobody_takes_the_place_of_one_whose_piece_of_this_step_it_needs() -> None:
+    """Both prompts begin alike, and the less important one computes the beginning of both in the same step."""
+    allocator = BlockAllocator(30)
+    scheduler = Scheduler(allocator, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, policy=PriorityPolicy())
+    prompt = tuple(range(16))
+    scheduler.add(EngineRequest("less", prompt, SamplingParams(), 8, priority=1))
+    scheduler.update(step := scheduler.schedule(), [0] * step.num_sampled)
+    scheduler.add(EngineRequest("more", (*prompt, 5, 6), SamplingParams(), 8, priority=0))
+    pieces = []
+    for _ in range(2):
+        step = scheduler.schedule()
+        pieces += [(piece.request.request_id, piece.start) for piece in step.pieces]
+        scheduler.update(step, [0] * step.num_sampled)
+        scheduler.check_integrity()
+    assert pieces == [("less", 8), ("more", 16)]

@@ -1,0 +1,702 @@
+"""The real scheduler and allocator against a naive device, which executes every piece token by token.
+
+The device keeps with each token a digest of all tokens before it, so that each token can be seen to attend to exactly
+its own past, whoever has computed that: a wrong id, position, block or slot shows up where it happens. What a request
+must give in the end is computed without any of it.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from jaxpaged.core.messages import EngineRequest, TokenDelta
+from jaxpaged.core.outputs import FinishReason
+from jaxpaged.core.sampling_params import SamplingParams
+from jaxpaged.execution.step_shape import step_sizes
+from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.families import Branch
+from jaxpaged.scheduling.host_tier import HostTier
+from jaxpaged.scheduling.kv_manager import Transfers
+from jaxpaged.scheduling.policy import POLICIES
+from jaxpaged.scheduling.request import Request, RequestStatus
+from jaxpaged.scheduling.scheduler import Scheduler
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, ScheduledPiece, SchedulerOutput
+
+VOCAB = 16
+EOS = 3
+
+Model = Callable[[Sequence[int]], int]
+
+
+def any_token(tokens: Sequence[int]) -> int:
+    """The id that follows: anything, and now and then a failure; it depends on every token so far."""
+    number = zlib.crc32(bytes(tokens))
+    return FAILED_TOKEN if number % 61 == 0 else number // 61 % VOCAB
+
+
+def plain_token(tokens: Sequence[int]) -> int:
+    """The same without failures."""
+    return zlib.crc32(bytes(tokens)) // 61 % VOCAB
+
+
+@dataclass
+class Ending:
+    """What a request gave: its tokens, why it ended, and the delta's other fields."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    scheduled_times: int = 0
+
+
+def next_token(model: Model, tokens: Sequence[int], choice: int) -> int:
+    """Choices of one prompt differ from their first token on."""
+    token = model(tokens)
+    return token if token == FAILED_TOKEN else (token + choice) % VOCAB
+
+
+def expected_ending(message: EngineRequest, model: Model) -> Ending:
+    """A request alone, one token after another."""
+    tokens = list(message.prompt_token_ids)
+    out: list[int] = []
+    while True:
+        token = next_token(model, tokens, message.choice)
+        if token == FAILED_TOKEN:
+            return Ending(out, "error")
+        tokens.append(token)
+        out.append(token)
+        if token in message.stop_token_ids:
+            return Ending(out, "stop", None if token in message.eos_token_ids else token)
+        if len(out) == message.max_tokens:
+            return Ending(out, "length")
+
+
+@dataclass
+class Search:
+    """A beam search under way: the names of its requests, in the order of its beams, and what each has sampled."""
+
+    width: int
+    names: list[str]
+    sampled: dict[str, int] = field(default_factory=dict)
+    beams: list[list[int]] | None = None  # without their last tokens; None once one has failed
+
+
+def next_beams(beams: Sequence[Sequence[int]], tokens: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """Beams (by index) and tokens that go on: in some order of all sequences, the first of three behind each beam."""
+    found = sorted((zlib.crc32(bytes([*beam, other])), parent, other) for parent, beam in enumerate(beams)
+                   for other in [(tokens[parent] + more) % VOCAB for more in range(3)])
+    return [(parent, other) for _, parent, other in found[:width]]
+
+
+def expected_beams(message: EngineRequest, width: int, model: Model) -> list[list[int]] | None:
+    """The beams before the last token; None where one fails."""
+    beams = [list(message.prompt_token_ids)]
+    for length in range(message.max_tokens):
+        tokens = [model(beam) for beam in beams]
+        if FAILED_TOKEN in tokens:
+            return None
+        if length + 1 < message.max_tokens:
+            beams = [[*beams[parent], token] for parent, token in next_beams(beams, tokens, width)]
+    return beams
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the device keeps of one token: its id, a digest of it and all before it, and the time of writing."""
+
+    token: int
+    history: int
+    generation: int
+
+
+class NaiveDevice:
+    """Runs steps in the order of their dispatch."""
+
+    def __init__(self, block_size: int, num_blocks: int, num_slots: int, model: Model) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.model = model
+        self.kv: dict[tuple[int, int], Cell] = {}
+        self.table: list[dict[int, int]] = [{} for _ in range(num_slots)]
+        self.last_id = [0] * num_slots
+        self.owner: list[Request | None] = [None] * num_slots
+        self.generation = 0  # of the prefix cache
+        self.admitted = [0] * num_slots
+        self.inherited: dict[str, int] = {}  # by request that is forked from another, when that one was admitted
+        self.num_computed = 0
+        self.host: dict[int, list[list[Cell | None]]] = {}
+        self.num_saved = self.num_loaded = 0
+
+    def run(self, step: SchedulerOutput) -> list[int]:
+        sampled = []
+        seen: list[int] = []
+        before = step.pieces[0]  # a piece without tokens is another choice of the one before it
+        self._move(step.transfers)
+        for piece in step.pieces:
+            assert piece.num_tokens >= 0
+            assert len(piece.token_ids) in (piece.num_tokens, max(0, piece.num_tokens - 1))
+            if piece.admit:
+                assert bool(piece.table) == (piece.start > 0)
+                self.owner[piece.slot] = piece.request
+                self.admitted[piece.slot] = self.inherited.pop(piece.request.request_id, self.generation) \
+                    if piece.num_tokens else self.admitted[before.slot]
+            if piece.table:
+                self.table[piece.slot] = dict(enumerate(piece.table))
+            assert self.owner[piece.slot] is piece.request, "the slot holds the sampling parameters of another request"
+            blocks = iter(piece.blocks)
+            for index in range(piece.num_tokens):
+                known = index < len(piece.token_ids)
+                token = piece.token_ids[index] if known else self.last_id[piece.slot]
+                position = piece.start + index
+                if position % self.block_size == 0:
+                    self.table[piece.slot][position // self.block_size] = next(blocks)
+                seen = self._read(piece, position)
+                self._write(piece, position, token, seen)
+                seen.append(token)
+                self.num_computed += 1
+            assert next(blocks, None) is None, "a block too many"
+            before = piece if piece.num_tokens else before
+            if piece.samples:
+                assert len(seen) == piece.start + piece.num_tokens, "it samples after another request's row"
+                token = next_token(self.model, seen, piece.request.message.choice)
+                self.last_id[piece.slot] = max(token, 0)
+                sampled.append(token)
+        return sampled
+
+    def _move(self, transfers: Transfers) -> None:
+        for save in transfers.saves:
+            assert save.chunk not in self.host and NULL_BLOCK not in save.blocks
+            self.host[save.chunk] = [self._block(block) for block in save.blocks]
+            self.num_saved += len(save.blocks)
+        for source, target in transfers.copies:
+            self._fill(target, self._block(source))
+        for load in transfers.loads:
+            chunk = self.host[load.chunk]
+            assert len(chunk) == len(load.blocks)
+            for content, block in zip(chunk, load.blocks, strict=True):
+                if block != NULL_BLOCK:
+                    self._fill(block, content)
+                    self.num_loaded += 1
+        for chunk_number in transfers.drops:
+            del self.host[chunk_number]
+
+    def _block(self, block: int) -> list[Cell | None]:
+        return [self.kv.get((block, place)) for place in range(self.block_size)]
+
+    def _fill(self, block: int, content: Sequence[Cell | None]) -> None:
+        for place, cell in enumerate(content):
+            self.kv.pop((block, place), None)
+            if cell is not None:
+                self.kv[block, place] = cell
+
+    def _write(self, piece: ScheduledPiece, position: int, token: int, seen: Sequence[int]) -> None:
+        block = self.table[piece.slot][position // self.block_size]
+        assert block != NULL_BLOCK and 0 < block < self.num_blocks
+        history = self._history(piece.request, [*seen, token])
+        self.kv[block, position % self.block_size] = Cell(token, history, self.generation)
+
+    def _read(self, piece: ScheduledPiece, end: int) -> list[int]:
+        tokens = []
+        for place in range(end):
+            cell = self.kv[self.table[piece.slot][place // self.block_size], place % self.block_size]
+            tokens.append(cell.token)
+            assert cell.history == self._history(piece.request, tokens), f"position {place} is of another sequence"
+            assert cell.generation >= self.admitted[piece.slot], "content from before the last reset was shared"
+        return tokens
+
+    def _history(self, request: Request, tokens: Sequence[int]) -> int:
+        return hash((request.message.cache_salt, tuple(tokens)))
+
+
+class Harness:
+    """The engine's loop without an engine: schedules step n + 1 before the ids of step n are taken in."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, sizes: Sequence[int] | None = None,
+        model: Model = any_token, prefix_caching: bool = True, host_blocks: int = 0, swap: bool = False,
+        policy: str = "fcfs",
+    ) -> None:
+        self.host_blocks = host_blocks
+        self.block_size, self.budget, self.slots, self.model = block_size, budget, max_num_seqs, model
+        self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
+        self.allocator = BlockAllocator(num_blocks)
+        self.policy_name, self.policy = policy, POLICIES[policy]()
+        self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs, policy=self.policy,
+                                   max_num_batched_tokens=budget, step_sizes=self.sizes,
+                                   prefix_caching=prefix_caching, swap=swap,
+                                   host=HostTier(host_blocks, (4, 2, 1)) if host_blocks else None)
+        self.device = NaiveDevice(block_size, num_blocks, max_num_seqs, model)
+        self.in_flight: tuple[SchedulerOutput, list[int]] | None = None
+        self.messages: dict[str, EngineRequest] = {}
+        self.endings: dict[str, Ending] = {}
+        self.requests: dict[str, Request] = {}  # those that have had a piece, in order of arrival
+        self.live: list[str] = []  # in order of arrival
+        self.aborted: set[str] = set()
+        self.searches: dict[str, Search] = {}  # by each of its requests
+        self.steps = 0
+        self.bound = 0  # steps that all requests so far may take together
+
+    @property
+    def capacity(self) -> int:
+        return self.allocator.num_usable * self.block_size
+
+    def add_choices(self, n: int, prompt: Sequence[int], max_tokens: int, **more: Any) -> list[str]:
+        first = self.add(prompt, max_tokens, **more)
+        return [first, *(self.add(prompt, max_tokens, choice=choice, fork_of=first, **more) for choice in range(1, n))]
+
+    def add(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), **more: Any) -> str:
+        message = self._message(prompt, max_tokens, stop_token_ids=frozenset(stop), **more)
+        self.bound += len(prompt) + max_tokens + 3
+        self.scheduler.add(message)
+        return message.request_id
+
+    def add_search(self, width: int, prompt: Sequence[int], max_tokens: int, **more: Any) -> Search:
+        message = self._message(prompt, max_tokens, **more)
+        # Where only one of them has room, they compute everything anew in turns.
+        self.bound += width * max_tokens * (len(prompt) + max_tokens + 3)
+        search = Search(width, [message.request_id], beams=[list(prompt)])
+        self.searches[message.request_id] = search
+        self.scheduler.add(message, branches=width)
+        return search
+
+    def _message(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> EngineRequest:
+        name = f"r{len(self.messages)}"
+        message = EngineRequest(name, tuple(prompt), SamplingParams(), max_tokens, eos_token_ids=frozenset([EOS]),
+                                arrival_time=float(self.steps), **more)
+        self.messages[name], self.endings[name] = message, Ending()
+        self.live.append(name)
+        return message
+
+    def abort(self, names: Sequence[str]) -> None:
+        names = [other for name in names
+                 for other in (self.searches[name].names if name in self.searches else [name])]
+        live = {name for name in names if name in self.live}
+        self.aborted |= live
+        deltas = self.scheduler.abort(names)
+        assert {delta.request_id for delta in deltas} == live and len(deltas) == len(live)
+        self._take(deltas)
+        self.check()
+
+    def step(self) -> SchedulerOutput:
+        running = self._running()
+        before = {name: request.num_preemptions for name, request in self.requests.items()}
+        step = self.scheduler.schedule(float(self.steps))
+        self.steps += bool(step.pieces or self.in_flight)
+        self._check_step(step)
+        self._check_preemption(running, before)
+        sampled = self.device.run(step) if step.pieces else None
+        assert sampled is not None or self.in_flight is not None or not self.live, "nothing runs and nothing will"
+        if self.in_flight is not None:
+            self._take(self.scheduler.update(*self.in_flight))
+        self.in_flight = None if sampled is None else (step, sampled)
+        self.check()
+        return step
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.device.generation += 1
+        self.check()
+
+    def drain(self) -> None:
+        """Run until everything has ended, and compare all of it."""
+        while self.live or self.in_flight:
+            self.step()
+            assert self.steps <= self.bound + len(self.messages) + 2, "too many steps"
+        assert not self.scheduler.has_unfinished()
+        assert self.allocator.num_free == self.allocator.num_usable, "blocks are lost"
+        assert self.scheduler.kv_slots() == (0, 0)
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        for name, message in self.messages.items():
+            if name not in self.searches:
+                self._check_ending(self.endings[name], expected_ending(message, self.model), name in self.aborted)
+            elif not self.aborted.intersection(self.searches[name].names):
+                assert self.searches[name].beams == expected_beams(message, self.searches[name].width, self.model)
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        assert sum(map(len, self.device.host.values())) <= self.host_blocks
+        held, empty = self.scheduler.kv_slots()
+        assert 0 <= empty <= held <= self.capacity
+        assert held == self.allocator.num_used * self.block_size
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+        assert self.scheduler.live_ids() == self.live
+
+    def _running(self) -> list[str]:
+        """Those that run and have had a piece, the last one the first to go."""
+        names = [name for name in self.live if self._status(name) is RequestStatus.RUNNING]
+        return sorted(names, key=lambda name: self.policy.running_key(self.requests[name]))
+
+    def _status(self, name: str) -> RequestStatus:
+        return self.requests[name].status if name in self.requests else RequestStatus.WAITING
+
+    def _check_step(self, step: SchedulerOutput) -> None:
+        pieces = step.pieces
+        self.requests |= {piece.request.request_id: piece.request for piece in pieces}
+        assert step.num_tokens == sum(piece.num_tokens for piece in pieces) <= self.budget
+        assert step.num_tokens <= max(self.sizes), "no step size holds this step"
+        assert len({piece.slot for piece in pieces}) == len(pieces)
+        names = [piece.request.request_id for piece in pieces]
+        rows = [min(size, self.slots) for size in self.sizes if size >= step.num_tokens]
+        assert step.num_sampled <= max(rows), "more samples than a step has rows for"
+        for piece in pieces:
+            request = piece.request
+            assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "blocks held without need"
+        running = self._running()
+        if running and running[0] not in names:
+            first = self.requests[running[0]]
+            told = first.family is None or not (first.stands or first.num_pending)
+            assert not told or first.num_output_tokens == first.message.max_tokens, "the first request has to wait"
+
+    def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
+        preempted = [name for name in self.live
+                     if name in before and self.requests[name].num_preemptions > before[name]]
+        stayed = [name for name in running if self._status(name) is RequestStatus.RUNNING]
+        gone = [name for name in running if name in preempted]
+        # Some may have given their place up to another beam of their search.
+        assert [*stayed, *gone] == [name for name in running if name in stayed or name in preempted], \
+            "a younger request stayed where an older one had to go"
+        if gone and self.policy_name != "priority":
+            assert stayed, "all were preempted"
+
+    def _take(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.request_id in self.searches:
+                self._take_beam(self.searches[delta.request_id], delta)
+                continue
+            ending = self.endings[delta.request_id]
+            assert ending.finish_reason is None, "news of a request that has ended"
+            ending.token_ids += delta.token_ids
+            ending.finish_reason = delta.finish_reason
+            ending.stop_reason, ending.error = delta.stop_reason, delta.error
+            ending.scheduled_times += delta.scheduled_time is not None
+            self._check_cached(delta)
+            if delta.finish_reason is not None:
+                self.live.remove(delta.request_id)
+
+    def _take_beam(self, search: Search, delta: TokenDelta) -> None:
+        self._check_cached(delta)
+        if delta.finish_reason is not None:
+            self.live.remove(delta.request_id)
+            if delta.finish_reason == "error":
+                search.beams = None
+                self._end(search.names)
+            return
+        if delta.request_id not in self.live:
+            return
+        search.sampled[delta.request_id] = delta.token_ids[0]
+        if search.beams is None or len(search.sampled) < len(search.names):
+            return
+        message, tokens = self.messages[delta.request_id], [search.sampled.pop(name) for name in search.names]
+        if len(search.beams[0]) - len(message.prompt_token_ids) + 1 == message.max_tokens:
+            self._end(search.names)
+            return
+        before = search.names
+        branches: list[Branch] = []
+        chosen = next_beams(search.beams, tokens, search.width)
+        self._end([name for index, name in enumerate(before) if index not in [parent for parent, _ in chosen]])
+        for parent, token in chosen:
+            child = before[parent]
+            if child in [branch.child for branch in branches]:
+                child = self._message(message.prompt_token_ids, message.max_tokens).request_id
+                self.searches[child] = search
+                request = self.requests[before[parent]]
+                if request.slot >= 0:
+                    self.device.inherited[child] = self.device.admitted[request.slot]
+            branches.append(Branch(before[parent], child, token))
+        search.beams = [[*search.beams[parent], token] for parent, token in chosen]
+        search.names = [branch.child for branch in branches]
+        self.scheduler.go_on(branches)
+
+    def _end(self, names: Sequence[str]) -> None:
+        for delta in self.scheduler.abort(names):
+            self.live.remove(delta.request_id)
+
+    def _check_cached(self, delta: TokenDelta) -> None:
+        cached, message = delta.num_cached_tokens, self.messages[delta.request_id]
+        assert cached % self.block_size == 0 and 0 <= cached < len(message.prompt_token_ids)
+        assert not cached or not message.skip_prefix_read
+
+    def _check_ending(self, found: Ending, wanted: Ending, aborted: bool) -> None:
+        if aborted:
+            assert found.finish_reason == "abort"
+            assert found.token_ids == wanted.token_ids[: len(found.token_ids)]
+            return
+        assert (found.token_ids, found.finish_reason, found.stop_reason) == (
+            wanted.token_ids, wanted.finish_reason, wanted.stop_reason)
+        assert (found.error is not None) == (wanted.finish_reason == "error")
+        assert found.scheduled_times == (len(found.token_ids) > 0), "scheduled_time comes once, with the first token"
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts and steps at random over pools, slots and budgets of every size down to the least."""
+
+    @initialize(
+        num_blocks=st.integers(2, 14), block_size=st.sampled_from([1, 2, 4, 16]), max_num_seqs=st.integers(1, 6),
+        budget=st.sampled_from([1, 2, 3, 7, 16, 33, 80]), ladder=st.sampled_from(["cpu", "cuda", "sparse", "none"]),
+        prefix_caching=st.sampled_from([True, True, False]), host_blocks=st.sampled_from([0, 0, 1, 5, 40]),
+        swap=st.booleans(), policy=st.sampled_from(["fcfs", "fcfs", "priority", "predicted"]),
+    )
+    def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str,
+              prefix_caching: bool, host_blocks: int, swap: bool, policy: str) -> None:
+        sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
+        self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
+                               sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching,
+                               host_blocks=host_blocks, swap=swap, policy=policy)
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        """New tokens, often after the beginning of a text that is there already."""
+        harness = self.harness
+        room = min(harness.capacity, 160)
+        if room < 2:
+            return
+        length = data.draw(st.integers(1, room - 1), "prompt length")
+        max_tokens = data.draw(st.integers(1, min(room - length, 20)), "max_tokens")
+        texts = [[*message.prompt_token_ids, *harness.endings[name].token_ids]
+                 for name, message in harness.messages.items()]
+        prompt = data.draw(st.sampled_from([[], *texts[-4:]]), "text")[: data.draw(st.integers(0, length), "shared")]
+        rest = length - len(prompt)
+        prompt += [token % VOCAB for token in data.draw(st.binary(min_size=rest, max_size=rest), "prompt")]
+        stop = data.draw(st.sampled_from([(), (EOS,), (EOS, 5)]), "stop")
+        salt = data.draw(st.sampled_from([None, None, "a", "b"]), "salt")
+        more: dict[str, Any] = {"cache_salt": salt, "skip_prefix_read": data.draw(st.integers(0, 9)) == 9,
+                                "priority": data.draw(st.integers(0, 2), "priority")}
+        n = data.draw(st.sampled_from([1, 1, 2, 4]), "n")
+        if data.draw(st.integers(0, 3), "search") == 3:
+            harness.add_search(n, prompt, min(max_tokens, 6), **more)
+        else:
+            harness.add_choices(n, prompt, max_tokens, stop=stop, **more)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.harness.reset_prefix_cache()
+
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    @precondition(lambda self: self.harness.messages)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        names = st.sampled_from([*self.harness.messages, "unknown"])
+        self.harness.abort(data.draw(st.lists(names, min_size=1, max_size=3), "aborted"))
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.drain()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=25)
+
+
+@pytest.mark.slow
+def test_long_random_runs() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=600, stateful_step_count=60))
+
+
+def prompts(count: int, length: int) -> Iterator[list[int]]:
+    for number in range(count):
+        yield [(number + place) % VOCAB for place in range(length)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 33, 64])
+def test_a_full_house_with_the_least_pool(budget: int) -> None:
+    """Eight requests that each need the whole pool: one after another, all in full."""
+    harness = Harness(num_blocks=5, block_size=4, max_num_seqs=4, budget=budget, model=plain_token)
+    for prompt in prompts(8, 10):
+        harness.add(prompt, 6)
+    harness.drain()
+
+
+def test_half_done_prefills_do_not_block_one_another() -> None:
+    """Two prompts of three blocks each in a pool of four: both would stick halfway if both were let in."""
+    harness = Harness(num_blocks=5, block_size=4, max_num_seqs=4, budget=4, model=plain_token)
+    first, second = (harness.add(prompt, 2) for prompt in prompts(2, 12))
+    harness.step()
+    assert harness.scheduler.num_running == 1
+    harness.drain()
+    assert harness.scheduler.num_preemptions == 0
+    assert harness.endings[first].finish_reason == harness.endings[second].finish_reason == "length"
+
+
+def test_nobody_is_let_in_only_to_be_thrown_out_by_the_next_block_of_an_older_request() -> None:
+    harness = Harness(num_blocks=5, block_size=4, max_num_seqs=2, budget=32, model=plain_token)
+    for length in (4, 12):
+        harness.add([length] * length, 4)
+    harness.drain()
+    assert harness.scheduler.num_preemptions == 0
+
+
+def test_the_youngest_goes_when_blocks_run_out_and_comes_back() -> None:
+    harness = Harness(num_blocks=10, block_size=2, max_num_seqs=4, budget=16, model=plain_token)
+    names = [harness.add(prompt, 9) for prompt in prompts(3, 3)]
+    harness.drain()
+    preemptions = [harness.requests[name].num_preemptions for name in names]
+    assert preemptions[0] == 0 < preemptions[2] and preemptions == sorted(preemptions)
+    assert sum(preemptions) == harness.scheduler.num_preemptions
+
+
+def test_a_request_in_mid_decode_that_is_preempted_waits_for_its_last_id() -> None:
+    """Its sampled token is in flight when it loses its blocks: it must not come back before that id is known."""
+    harness = Harness(num_blocks=6, block_size=2, max_num_seqs=2, budget=8, model=plain_token)
+    old, young = (harness.add(prompt, 6) for prompt in prompts(2, 2))
+    while not harness.requests.get(young) or not harness.requests[young].num_preemptions:
+        harness.step()
+        assert harness.live, "nobody was preempted"
+    harness.drain()
+    assert harness.endings[young].token_ids == expected_ending(harness.messages[young], plain_token).token_ids
+    assert harness.requests[old].num_preemptions == 0
+
+
+def test_a_step_is_one_ahead_and_its_row_of_a_stopped_request_is_ignored() -> None:
+    """The device has computed a token more than the request wanted; nobody sees it."""
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=plain_token)
+    prompt = [1, 2, 3]
+    first = plain_token(prompt)
+    name = harness.add(prompt, 10, stop=[first])
+    steps = []
+    while harness.live:
+        steps.append(harness.step())
+    assert [step.num_sampled for step in steps] == [1, 1]
+    assert harness.endings[name].token_ids == [first]
+    assert harness.allocator.num_used == 0, "blocks are free as soon as the next step is on its way"
+    harness.drain()
+
+
+def test_the_last_token_by_length_is_not_computed_on() -> None:
+    """Lengths are known ahead: no step has a row too many."""
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=plain_token)
+    harness.add([1, 2, 3], 4)
+    tokens = 0
+    while harness.live:
+        tokens += harness.step().num_tokens
+    assert tokens == 3 + 4 - 1
+
+
+def test_an_end_id_at_the_limit_is_a_stop() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=lambda tokens: EOS)
+    stopped = harness.add([1], 1, stop=[EOS])
+    ignored = harness.add([1], 1)
+    harness.drain()
+    assert harness.endings[stopped] == Ending([EOS], "stop", None, None, 1)
+    assert harness.endings[ignored] == Ending([EOS], "length", None, None, 1)
+
+
+def test_a_stop_id_of_the_users_is_the_stop_reason() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=lambda tokens: 7)
+    name = harness.add([1], 5, stop=[EOS, 7])
+    harness.drain()
+    assert harness.endings[name] == Ending([7], "stop", 7, None, 1)
+
+
+def test_a_failed_row_ends_only_its_own_request() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=3, budget=16,
+                      model=lambda tokens: FAILED_TOKEN if tokens[0] == 9 and len(tokens) == 4 else 1)
+    good, bad, other = harness.add([1, 2], 6), harness.add([9, 2], 6), harness.add([3], 6)
+    harness.drain()
+    assert harness.endings[bad].token_ids == [1, 1]
+    assert "not finite" in str(harness.endings[bad].error)
+    assert harness.endings[good].token_ids == harness.endings[other].token_ids == [1] * 6
+
+
+def test_an_id_given_twice_is_aborted_once() -> None:
+    harness = Harness(num_blocks=9, block_size=4, max_num_seqs=1, budget=8)
+    running, waiting = harness.add([1, 2], 4), harness.add([3], 4)
+    harness.step()
+    harness.abort([running, waiting, running, "unknown", waiting])
+    harness.abort([running])
+    assert not harness.live
+    harness.drain()
+
+
+def test_an_id_can_be_used_again_while_a_step_of_the_old_one_runs() -> None:
+    allocator = BlockAllocator(9)
+    scheduler = Scheduler(allocator, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
+    message = EngineRequest("same", (1, 2), SamplingParams(), 3)
+    scheduler.add(message)
+    running = scheduler.schedule()
+    scheduler.abort(["same"])
+    scheduler.add(message)
+    again = scheduler.schedule()
+    assert scheduler.update(running, [5]) == []
+    [delta] = scheduler.update(again, [6])
+    assert delta.token_ids == (6,) and delta.finish_reason is None
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("decodes", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("length", [2, 3, 10, 40])
+def test_padding_never_keeps_a_prompt_waiting(platform: str, decodes: int, length: int) -> None:
+    """Even where the running requests fill a step size exactly, and a few tokens more mean a much larger step."""
+    harness = Harness(num_blocks=512, block_size=16, max_num_seqs=160, budget=256, model=plain_token,
+                      sizes=step_sizes(256, platform))
+    for prompt in prompts(decodes, 1):
+        harness.add(prompt, 60)
+    harness.step()
+    name = harness.add([1] * length, 5)
+    for _ in range(length + 1):
+        harness.step()
+    assert harness.endings[name].token_ids, f"no token after {length + 1} steps"
+
+
+def test_prefill_is_cut_where_padding_would_cost_more() -> None:
+    """130 tokens in a step of 256 take longer than 128 in a step of 128 and the rest later."""
+    harness = Harness(num_blocks=64, block_size=16, max_num_seqs=4, budget=256, model=plain_token)
+    harness.add([1] * 130, 1)
+    assert [harness.step().num_tokens for _ in range(2)] == [128, 2]
+    harness.drain()
+
+
+def test_running_requests_come_before_a_long_prompt() -> None:
+    """Streams go on token by token while a prompt is processed in pieces, and the pieces fill the budget."""
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=16, model=plain_token)
+    streams = [harness.add(prompt, 20) for prompt in prompts(2, 2)]
+    for _ in range(2):
+        harness.step()
+    long = harness.add([1] * 100, 2)
+    for _ in range(7):
+        step = harness.step()
+        by_name = {piece.request.request_id: piece.num_tokens for piece in step.pieces}
+        assert [by_name[name] for name in streams] == [1, 1]
+        assert by_name[long] == 14
+        assert step.kind == "mixed"
+    harness.drain()
+
+
+def test_kinds_of_steps() -> None:
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=16, model=plain_token)
+    harness.add([1, 2, 3], 3)
+    assert [harness.step().kind for _ in range(2)] == ["prefill", "decode"]
+    harness.add([1, 2], 3)
+    assert harness.step().kind == "mixed"
+
+
+def test_held_but_empty_slots_are_those_past_the_computed_tokens() -> None:
+    harness = Harness(num_blocks=64, block_size=16, max_num_seqs=4, budget=64, model=plain_token)
+    harness.add([1] * 18, 20)
+    harness.add([2] * 14, 20)
+    harness.step()
+    assert harness.scheduler.kv_slots() == (48, 48 - 18 - 14)
+    for _ in range(3):  # three more tokens each; the second request begins a block for the third
+        harness.step()
+    assert harness.scheduler.kv_slots() == (64, 64 - 21 - 17)
+
+
+def test_what_can_never_fit_is_not_taken() -> None:
+    harness = Harness(num_blocks=3, block_size=4, max_num_seqs=2, budget=8)
+    harness.add([1] * 4, 4)
+    with pytest.raises(AssertionError, match="can never be had"):
+        harness.scheduler.add(EngineRequest("large", (1,) * 5, SamplingParams(), 4))
+    harness.drain()

@@ -1,0 +1,216 @@
+"""Tools, reasoning and templates over HTTP: a model made to write calls, OpenAI's own client library to read them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.live_server import LiveServer
+from tests.support.scripted_model import write_scripted_model
+
+SCRIPTS = {
+    "call": ["Let me see.\n", "<tool_call>\n", '{"name": "weather", ', '"arguments": {"city": "Par', 'is", ',
+             '"days": 2}', "}\n", "</tool_call>"],
+    "two": ["<tool_call>", '{"name": "weather", "arguments": {"city": "Rome"}}', "</tool_call>\n",
+            "<tool_call>\n\n", '{"name": "clock"', "}", "\n</tool_call>"],
+    "think": ["<think>\n", "The user greets", " me.", "\n</think>", "\n\n", "Hello", "!"],
+    "both": ["<think>", "A tool helps.", "</think>", "<tool_call> ", '{"arguments": {"city": "Oslo"}',
+             ', "name": "weather" }', "</tool_call> "],
+    "words": ["Just", " words", " <tool", " and <|", "tool_call>"],
+}
+TOOLS: list[Any] = [{"type": "function", "function": {
+    "name": name, "description": "d", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    for name in ("weather", "clock")]
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("scripted")
+    model = write_scripted_model(folder / "model", SCRIPTS)
+    with LiveServer(folder / "log", str(model), "--served-model-name", "m", "--max-num-seqs", "4",
+                    "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "600", "--enable-auto-tool-choice",
+                    "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3") as live:
+        yield live.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with server.client() as found:
+        yield found
+
+
+def ask(client: openai.OpenAI, script: str, **more: Any) -> Any:
+    return client.chat.completions.create(**{
+        "model": "m", "messages": HELLO, "tools": TOOLS, "temperature": 0, **more,
+        "extra_body": {"chat_template_kwargs": {"script": script}, **more.get("extra_body", {})}})
+
+
+def stream(client: openai.OpenAI, script: str, **more: Any) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
+    """A streamed answer put together: its message, the finish reason, and the deltas."""
+    message: dict[str, Any] = {"role": "assistant", "content": None, "reasoning_content": None, "tool_calls": None}
+    reason, deltas = None, []
+    for chunk in ask(client, script, stream=True, **more):
+        [choice] = chunk.choices
+        assert reason is None
+        reason = choice.finish_reason
+        delta = choice.delta.model_dump(exclude_unset=True)
+        deltas.append(delta)
+        assert set(delta) <= {"role", "content", "reasoning_content", "reasoning", "tool_calls"}
+        for name in ("content", "reasoning_content"):
+            if delta.get(name):
+                message[name] = (message[name] or "") + delta[name]
+        for call in delta.get("tool_calls") or ():
+            calls = message["tool_calls"] = message["tool_calls"] or []
+            if call.get("id"):
+                assert call["index"] == len(calls) and call["type"] == "function" and call["function"]["name"]
+                calls.append({"name": call["function"]["name"], "arguments": ""})
+            calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    assert reason is not None and deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    return message, reason, deltas
+
+
+def simple(choice: Any) -> tuple[dict[str, Any], str]:
+    message = choice.message
+    calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in message.tool_calls or ()]
+    return {"role": message.role, "content": message.content, "tool_calls": calls or None,
+            "reasoning_content": getattr(message, "reasoning_content", None)}, choice.finish_reason
+
+
+@pytest.mark.parametrize(("script", "content", "reasoning", "calls"), [
+    ("call", "Let me see.\n", None, [("weather", {"city": "Paris", "days": 2})]),
+    ("two", None, None, [("weather", {"city": "Rome"}), ("clock", {})]),
+    ("think", "Hello!", "The user greets me.", []),
+    ("both", None, "A tool helps.", [("weather", {"city": "Oslo"})]),
+    ("words", "Just words <tool and <|tool_call>", None, []),
+])
+def test_calls_and_reasoning_streamed_and_whole(client: openai.OpenAI, script: str, content: str | None,
+                                                reasoning: str | None, calls: list[Any]) -> None:
+    answer = ask(client, script)
+    message, reason = simple(answer.choices[0])
+    assert (message["content"], message["reasoning_content"]) == (content, reasoning)
+    assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"] or ()] == calls
+    assert reason == ("tool_calls" if calls else "stop")
+    streamed, streamed_reason, _ = stream(client, script)
+    assert (streamed, streamed_reason) == (message, reason)
+    assert answer.usage.completion_tokens == len(SCRIPTS[script]) + 1
+
+
+def test_a_call_cut_by_the_limit(client: openai.OpenAI) -> None:
+    for limit in range(1, 10):
+        whole = ask(client, "call", max_tokens=limit).choices[0]
+        assert whole.finish_reason == ("length" if limit < 9 else "tool_calls")
+        assert stream(client, "call", max_tokens=limit)[:2] == simple(whole)
+
+
+def test_choices_are_read_apart(client: openai.OpenAI) -> None:
+    answer = ask(client, "two", n=3)
+    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 3
+    ids = [call.id for choice in answer.choices for call in choice.message.tool_calls]
+    assert len(set(ids)) == 6 and all(len(name) == 9 and name.isalnum() for name in ids)
+
+
+def test_what_a_client_may_choose(client: openai.OpenAI) -> None:
+    raw = "".join(SCRIPTS["call"])
+    assert simple(ask(client, "call", tool_choice="none").choices[0]) == (
+        {"role": "assistant", "content": raw, "tool_calls": None, "reasoning_content": None}, "stop")
+    assert ask(client, "call", tools=None).choices[0].message.content == raw
+    answer = ask(client, "two", parallel_tool_calls=False)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather"]
+    message, _, _ = stream(client, "two", parallel_tool_calls=False)
+    assert [call["name"] for call in message["tool_calls"]] == ["weather"]
+    message, _, _ = stream(client, "think", extra_body={"include_reasoning": False})
+    assert message["reasoning_content"] is None and message["content"] == "Hello!"
+
+
+def test_the_model_is_told_of_tools_and_of_earlier_calls(client: openai.OpenAI) -> None:
+    def prompt(**more: Any) -> str:
+        answer = ask(client, "words", **more, extra_body={"return_token_ids": True}, max_tokens=1)
+        return "".join(chr(number) if number < 128 else "#" for number in _texts(answer.prompt_token_ids))
+
+    assert "[tool]weather[tool]clock" in prompt() and "[tool]" not in prompt(tool_choice="none")
+    history = [*HELLO, {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [
+        {"id": "abcdefghi", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+        for arguments in ('{"a": [1]}', "", "null", "{}")]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "noon <|end|>"}]
+    text = prompt(messages=history)
+    assert '[assistant](thought: hm)[call]clock{"a": [1]}' + "[call]clock{}" * 3 + "#[tool]noon <|end|>#" in text
+
+
+def _texts(ids: list[int]) -> list[int]:
+    """Character codes of a prompt of single bytes."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    found = {place: (" " if char == "Ġ" else char) for place, char in enumerate(alphabet)}
+    return [ord(found.get(number, "\u0100")) for number in ids]
+
+
+CITY: list[Any] = [{"type": "function", "function": {"name": name, "parameters": {
+    "type": "object", "properties": {"city": {"enum": [city]}}, "required": ["city"], "additionalProperties": False}}}
+    for name, city in (("weather", "Oslo"), ("clock", "Rome"))]
+
+
+@pytest.mark.parametrize(("choice", "expected"), [
+    ("required", [("weather", "Oslo"), ("clock", "Rome")]),
+    ({"type": "function", "function": {"name": "clock"}}, [("clock", "Rome")]),
+])
+def test_calls_that_are_demanded(client: openai.OpenAI, choice: Any, expected: list[Any]) -> None:
+    """The model would say something else: it is held to the calls' form."""
+    more: dict[str, Any] = {"tools": CITY, "tool_choice": choice, "max_tokens": 300, "parallel_tool_calls": False}
+    answer = ask(client, "words", **more).choices[0]
+    message, reason = simple(answer)
+    assert message["content"] is None and reason == ("tool_calls" if choice == "required" else "stop")
+    [call] = message["tool_calls"]
+    assert (call["name"], json.loads(call["arguments"])["city"]) in expected
+    assert stream(client, "words", **more)[:2] == (message, reason)
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"tools": [{}]}, "tools"), ({"tools": [{"type": "retrieval"}]}, "tools"), ({"tools": "x"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": 3}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
+    ({"tools": [TOOLS[0]] * 2}, "tools"),
+    *(({"tools": [tool(parameters)], "tool_choice": choice}, "tools")
+      for choice in ("required", {"type": "function", "function": {"name": "f"}})
+      for parameters in ({"$defs": [1]}, {"definitions": "x"}, {"type": "wizard"}, {"$defs": {}, "$ref": "#/$defs/a"})),
+    ({"tools": [{**TOOLS[0], "function": {"name": f"f{n}"}} for n in range(129)]}, "tools"),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"), ({"tool_choice": "never"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"), ({"tool_choice": 3}, "tool_choice"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     "messages"),
+    ({"messages": [*HELLO, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "messages"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_is_refused(server: LiveServer, fields: dict[str, Any], param: str, streamed: bool) -> None:
+    body = {"messages": HELLO, "tools": TOOLS, "stream": streamed, **fields}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param and len(answer.json()["error"]["message"]) < 300
+
+
+def test_continuing_the_last_message(client: openai.OpenAI) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Just"}]  # as text it is the script's first token
+    answer = client.chat.completions.create(model="m", messages=messages, temperature=0,
+                                            extra_body={"continue_final_message": True})
+    assert answer.choices[0].message.content == " words <tool and <|tool_call>"
+
+
+def test_neither_the_log_nor_the_processes_show_trouble(server: LiveServer) -> None:
+    assert "Traceback" not in server.log
+    assert server.stop() == 0

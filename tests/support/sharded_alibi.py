@@ -1,0 +1,60 @@
+"""A process with eight CPU devices that runs one step of a model with ALiBi on 1, 4 and 8 of them.
+
+`python -m tests.support.sharded_alibi` prints the logits of each as JSON, and last those without ALiBi. No checkpoint
+that can be loaded has it yet, so the model is made here.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.programs import ProgramSet
+from jaxpaged.execution.sharding import Placement, axes_tree, padded, partition_of
+from jaxpaged.execution.step_shape import StepShape
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.registry import find_family
+
+FAMILY = find_family({"architectures": ["LlamaForCausalLM"]})
+CONFIG = ModelConfig("test", num_layers=1, model_dim=32, num_heads=8, num_kv_heads=4, head_dim=16, mlp_dim=48,
+                     vocab_size=64, max_model_len=64, alibi=True)
+TOKENS, SLOTS = 16, 2
+
+
+def logits(config: ModelConfig, size: int) -> np.ndarray:
+    """[2, V] after a prompt of 12 tokens and one of 4, on `size` devices."""
+    partition, dtype = partition_of(config, size), jnp.dtype(jnp.float32)
+    placement = Placement.of(jax.devices()[:size], partition)
+    graph, state = nnx.split(FAMILY.outline(padded(config, partition), dtype, placement.axis))
+    shapes = nnx.to_pure_dict(state)
+    cache = KVCacheSpec.of(config, 16, dtype)
+    programs = ProgramSet(
+        graph, shapes, config, cache, StepShape((TOKENS,), SLOTS, 4, 16, 5),
+        axes=axes_tree(shapes, FAMILY.weights), placement=placement, vocab_size=config.vocab_size,
+        dtype=dtype, platform="cpu")
+    weights = nnx.to_pure_dict(nnx.state(FAMILY.build(config, dtype)))
+    params = jax.tree.map(lambda leaf, wanted: placement.put(np.asarray(leaf), wanted), weights, programs.params)
+    rows = np.zeros((4, TOKENS), np.int32)
+    rows[0, 12:], rows[1, :12], rows[1, 12:] = 1, range(12), range(4)
+    rows[2], rows[3] = np.arange(TOKENS) * 5 % 64, -1
+    rows[3, [0, 12]] = 1, 2
+    step = np.concatenate([rows.ravel(), [11, 15, 0, 1]]).astype(np.int32)
+    pools = jax.tree.map(lambda wanted: placement.put(np.zeros(wanted.shape, wanted.dtype), wanted), programs._pools)
+    table, last_id, packed = (placement.put(array, programs._spec(array.shape, jnp.int32)) for array in (
+        np.zeros((SLOTS + 1, 4), np.int32), np.zeros(SLOTS + 1, np.int32), step))
+    found, *_ = programs.get(("forward", TOKENS))(params, pools, table, last_id, packed)
+    return np.asarray(found)
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    found = [logits(CONFIG, size).tolist() for size in (1, 4, 8)]
+    print(json.dumps([*found, logits(CONFIG.replace(alibi=False), 1).tolist()]))
+
+
+if __name__ == "__main__":
+    main()

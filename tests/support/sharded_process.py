@@ -1,0 +1,112 @@
+"""A process with eight CPU devices that runs the same requests on models shared by several of them.
+
+`python -m tests.support.sharded_process` reads a list of cases from stdin as JSON, {"size", "engine", "requests"}, and
+prints a list of what each gave. Tests call `run_cases`. "collectives" lists kinds of programs whose collectives are
+wanted; with "update" the weights are replaced at the end.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = 8
+
+
+def run_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run the cases in a process of their own."""
+    done = subprocess.run([sys.executable, "-m", "tests.support.sharded_process"], input=json.dumps(cases), cwd=ROOT,
+                          capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _run(case: dict[str, Any]) -> dict[str, Any]:
+    import jax
+
+    from jaxpaged.core.config import EngineConfig
+    from jaxpaged.core.messages import EngineRequest
+    from jaxpaged.core.sampling_params import SamplingParams
+    from jaxpaged.engine.engine import Engine
+
+    lines: list[str] = []
+    engine = Engine(EngineConfig.from_kwargs(tensor_parallel_size=case["size"], **case["engine"]), lines.append)
+    ids: dict[str, list[int]] = {}
+    logprobs: dict[str, list[Any]] = {}
+    for number, (prompt, params, count) in enumerate(case["requests"]):
+        bias = {int(token): value for token, value in params.pop("logit_bias", {}).items()} or None
+        engine.add_request(EngineRequest(str(number), tuple(prompt), SamplingParams(logit_bias=bias, **params), count,
+                                         seed=params.get("seed")))
+    while engine.has_work():
+        for delta in engine.step().deltas:
+            assert delta.error is None, delta.error
+            ids.setdefault(delta.request_id, []).extend(delta.token_ids)
+            logprobs.setdefault(delta.request_id, []).extend(
+                [item.logprob, item.rank, item.top] for item in delta.logprobs or ())
+        engine.check_integrity()
+    runner = engine._runner
+    programs = runner._programs
+    result = {
+        "ids": [ids[str(number)] for number in range(len(case["requests"]))],
+        "logprobs": [logprobs[str(number)] for number in range(len(case["requests"]))],
+        "preemptions": engine.stats().num_preemptions,
+        "compilations": [engine.stats().compilations, engine.info.num_programs],
+        "plan": lines,
+        "weights": _bytes_by_device(engine.params),
+        "pools": _bytes_by_device(runner._pools),
+        "shapes": jax.tree.map(lambda leaf: leaf.shape, engine.params),
+        "collectives": {f"{kind} {size}": _collectives(programs.get((kind, size)).as_text() or "")
+                        for kind, size in programs.names() if kind in case.get("collectives", ())},
+    }
+    if "update" in case:
+        engine.update_weights(jax.tree.map(lambda leaf: leaf * 0, _unpadded(runner)))
+        assert all(not leaf.any() for leaf in jax.tree.leaves(engine.params))
+    engine.shutdown()
+    return result
+
+
+def _unpadded(runner: Any) -> Any:
+    import jax
+    import numpy as np
+
+    return jax.tree.map(lambda leaf, shape: np.asarray(leaf)[tuple(slice(size) for size in shape.shape)],
+                        runner.params, runner._stored)
+
+
+def _bytes_by_device(tree: Any) -> list[int]:
+    import jax
+
+    total: dict[int, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            total[shard.device.id] = total.get(shard.device.id, 0) + shard.data.nbytes
+    return [total[device] for device in sorted(total)]
+
+
+def _collectives(text: str) -> list[list[Any]]:
+    """[kind, shape, name of the part of the sampler] of each."""
+    from jaxpaged.execution import aot
+
+    found = []
+    for line in text.splitlines():
+        name = re.search(r'op_name="[^"]*sampler_(\w+)', line)
+        found += [[op.kind, op.shape, name[1] if name else ""] for op in aot.array_ops(line) if op.kind != "copy"]
+    return found
+
+
+def main() -> None:
+    """Run what stdin asks for."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    results = [_run(case) for case in json.load(sys.stdin)]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

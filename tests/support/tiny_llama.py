@@ -1,0 +1,116 @@
+"""A tiny Llama with random weights: on disk, in memory, and in float64 NumPy as the reference.
+
+Its greedy choices are mostly clear, so that comparisons go far before the first near-tie.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxpaged.models.registry import find_family
+from jaxpaged.models.transformer import Transformer
+from tests.support import tiny_gguf
+from tests.support.live_server import write_tiny_model
+from tests.support.sameness import compare_ids
+
+CONTEXT, VOCAB, EOS = 128, 257, 256
+CONFIG = {**tiny_gguf.CONFIG, "vocab_size": VOCAB, "eos_token_id": EOS, "max_position_embeddings": CONTEXT}
+
+# Few and small programs. Engines of the same sizes find them in the cache that all tests share.
+ENGINE_ARGS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 33}
+
+
+def random_weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 weights under Hugging Face names."""
+    weights = tiny_gguf.random_weights(config, seed)
+    for name, tensor in weights.items():
+        if "norm" in name:
+            tensor += 1
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensor *= 4
+    return weights
+
+
+def write_model(folder: Path, config: dict[str, Any] = CONFIG, seed: int = 0) -> Path:
+    """Write a model whose tokens are single bytes, id 256 apart, which ends a text."""
+    write_tiny_model(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(config, seed), folder / "model.safetensors")
+    return folder
+
+
+def module_and_params(config: dict[str, Any] = CONFIG, seed: int = 0) -> tuple[Transformer, dict[Any, Any]]:
+    """A model in memory; its params are ours to change."""
+    family = find_family(config)
+    module = family.build(family.config_from_hf(config), jnp.float32, seed)
+    return module, jax.tree.map(lambda leaf: leaf, nnx.to_pure_dict(nnx.state(module)))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model in float64, one token after another."""
+
+    config: dict[str, Any]
+    weights: dict[str, np.ndarray]
+    stored: Callable[[np.ndarray], np.ndarray] = np.asarray  # what comes back of keys and values [T, K, H]
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """[T, V]: after each token, what may follow."""
+        config, count = self.config, len(tokens)
+        heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+        x = self._weight("model.embed_tokens")[list(tokens)]
+        angle = np.arange(count)[:, None] * config["rope_theta"] ** (-np.arange(0, size, 2) / size)
+        turn = np.exp(1j * angle)[:, None]
+        hidden = np.triu(np.full((count, count), -np.inf), 1)
+        for layer in range(config["num_hidden_layers"]):
+            name = f"model.layers.{layer}."
+            y = self._norm(x, name + "input_layernorm")
+            q, k, v = ((y @ self._weight(f"{name}self_attn.{part}_proj").T).reshape(count, -1, size) for part in "qkv")
+            q, k = _rotate(q, turn), _rotate(k, turn)
+            k, v = (np.repeat(self.stored(part), heads // kv_heads, axis=1) for part in (k, v))
+            scores = np.einsum("qnh,knh->nqk", q, k) * size**-0.5 + hidden
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            mixed = np.einsum("nqk,knh->qnh", weights, v).reshape(count, -1)
+            x = x + mixed @ self._weight(name + "self_attn.o_proj").T
+            y = self._norm(x, name + "post_attention_layernorm")
+            gate, up = (y @ self._weight(f"{name}mlp.{part}_proj").T for part in ("gate", "up"))
+            x = x + gate / (1 + np.exp(-gate)) * up @ self._weight(name + "mlp.down_proj").T
+        head = "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
+        return self._norm(x, "model.norm") @ self._weight(head).T
+
+    def error(self, prompt: Sequence[int], ids: Sequence[int], length: int | None = None) -> str | None:
+        """None where `ids` are the greedy continuation, by the rule of sameness; else what is wrong.
+
+        Args:
+            length: how many there should be, where generation has ended.
+        """
+        logits = self.logits([*prompt, *ids])[len(prompt) - 1 : len(prompt) - 1 + (length or len(ids))]
+        best = np.sort(logits, axis=-1)
+        return compare_ids(ids, logits.argmax(axis=-1).tolist(), (best[:, -1] - best[:, -2]).tolist())
+
+    def _weight(self, name: str) -> np.ndarray:
+        return self.weights[f"{name}.weight"].astype(np.float64)
+
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        mean = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.sqrt(mean + self.config["rms_norm_eps"]) * self._weight(name)
+
+
+def _rotate(x: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Ids of plain tokens."""
+    return np.random.default_rng(seed).integers(0, EOS, length).tolist()
