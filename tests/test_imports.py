@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 PLACES = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
           "models.__main__": "entry", "server.args": "server.args", "server.logs": "server.logs"}
 ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers", "server.protocol")), "server.logs": ((), ())}
-MOST_FLOORS = 9
+MAX_FLOORS = 9
 
 
 def _modules() -> Iterator[tuple[str, Path]]:
@@ -115,7 +115,7 @@ def test_rooms_lie_on_at_most_nine_floors() -> None:
             floors[room] = 1 + max((floor(lower, (*above, room)) for lower in ROOMS[room][1]), default=0)
         return floors[room]
 
-    assert max(map(floor, ROOMS)) <= MOST_FLOORS
+    assert max(map(floor, ROOMS)) <= MAX_FLOORS
 
 
 def test_modules_do_not_import_in_a_circle() -> None:

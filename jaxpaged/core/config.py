@@ -14,10 +14,10 @@ from jaxpaged.core.limits import RequestLimits
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SWAP_BYTES = 4 * 2**30  # on GPU
-MOST_SWAP_GIB = 2**20
+MAX_SWAP_GIB = 2**20
 BLOCK_SIZES = (16, 32, 64, 128)
 DEFAULT_MEMORY_SHARE = 0.9
-MOST_LOGPROBS = 1000
+MAX_LOGPROBS = 1000
 
 
 def _flag(default: Any, help: str, **more: Any) -> Any:
@@ -120,8 +120,8 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
-        if not isinstance(self.max_logprobs, int) or not 0 <= self.max_logprobs <= MOST_LOGPROBS:
-            raise ConfigError(f"max_logprobs must be from 0 to {MOST_LOGPROBS}, not {self.max_logprobs!r}")
+        if not isinstance(self.max_logprobs, int) or not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.max_logprobs!r}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
         if not isinstance(self.limits, RequestLimits):
@@ -142,7 +142,7 @@ class EngineConfig:
             size = float(text)
         except ValueError:
             size = -1
-        if not 0 <= size < MOST_SWAP_GIB:
+        if not 0 <= size < MAX_SWAP_GIB:
             raise ConfigError(f"swap_space must be a number of GiB, as 16 or 16G, not {self.swap_space!r}")
         return int(size * 2**30)
 

@@ -32,7 +32,7 @@ class RequestError(JaxpagedError, ValueError):
         self.param = param
         self.code = code
 
-    def about(self, param: str) -> "RequestError":
+    def with_param(self, param: str) -> "RequestError":
         """The same with another field at fault, for a request that spells it so."""
         return type(self)(self.message, param=param, code=self.code)
 

@@ -93,11 +93,11 @@ class EngineClient:
         silent = time.monotonic() - self._last_seen
         return f"the engine has made no progress for {silent:.0f} s" if silent > self._timeout else None
 
-    def admit(self, count: int, most_unread: int | None = None, per_token: int = 1) -> OutputStream:
+    def admit(self, count: int, max_unread: int | None = None, per_token: int = 1) -> OutputStream:
         """Make room for `count` sequences, before any work is spent on them; `close` gives it back.
 
         Args:
-            most_unread, per_token: see `OutputStream`.
+            max_unread, per_token: see `OutputStream`.
 
         Raises:
             EngineDeadError: nobody would serve them.
@@ -113,7 +113,7 @@ class EngineClient:
         if self._unfinished + count > self._capacity:
             raise OverloadedError("too many requests are waiting (--max-waiting-requests); try again later")
         self._unfinished += count
-        stream = OutputStream(count, most_unread, per_token)
+        stream = OutputStream(count, max_unread, per_token)
         self._admitted.add(stream)
         return stream
 

@@ -23,7 +23,7 @@ class OutputStream:
     """Outputs of the requests of one HTTP call. What nobody has read yet is merged, so that it stays small.
 
     Args:
-        most_unread: tokens and alternatives to them that may wait; None for a call that is read at its end.
+        max_unread: tokens and alternatives to them that may wait; None for a call that is read at its end.
         per_token: a token and its alternatives.
 
     Attributes:
@@ -33,9 +33,9 @@ class OutputStream:
         running: request id -> number of its sequences, of those that have not ended.
     """
 
-    def __init__(self, admitted: int, most_unread: int | None = None, per_token: int = 1) -> None:
+    def __init__(self, admitted: int, max_unread: int | None = None, per_token: int = 1) -> None:
         self.admitted = admitted
-        self._most_unread, self._per_token = most_unread, per_token
+        self._max_unread, self._per_token = max_unread, per_token
         self._num_unread = 0
         self.closed = False
         self.preparing: asyncio.Future[Any] | None = None
@@ -54,13 +54,13 @@ class OutputStream:
         if len(parts) == _MOST_UNMERGED:
             parts[:] = [merge_outputs(parts)]
         self._wake.set()
-        if self._most_unread is None:
+        if self._max_unread is None:
             return True
         self._num_unread += self._per_token * sum(len(choice.token_ids) for choice in output.outputs)
-        if self._num_unread <= self._most_unread:
+        if self._num_unread <= self._max_unread:
             return True
         self._news.clear()
-        self.fail(RequestFailedError(f"the client has left more than {self._most_unread} tokens, and alternatives to "
+        self.fail(RequestFailedError(f"the client has left more than {self._max_unread} tokens, and alternatives to "
                                      "them, unread (--max-unread-tokens)"))
         return False
 

@@ -30,7 +30,7 @@ def structured_outputs(request: Any) -> StructuredOutputsParams | None:
     try:
         return StructuredOutputsParams(**given)
     except RequestError as error:
-        raise error.about(name) from None
+        raise error.with_param(name) from None
 
 
 def structure_field(request: Any) -> str:

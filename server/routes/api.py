@@ -199,7 +199,7 @@ class Api:
                 prepared = self._inputs.process(request_id, prompt, EMBEDDING_PARAMS,
                                                 add_special_tokens=body.add_special_tokens is not False)
             except RequestError as error:
-                raise error.about("input") from None
+                raise error.with_param("input") from None
             return for_embedding(prepared, body.pooling or "last")
 
         stream = self._client.admit(len(prompts))
@@ -228,7 +228,7 @@ class Api:
                         await self._beside(stream, self._grammar_threads, self._inputs.grammar,
                                            params.structured_outputs)
                     except RequestError as error:
-                        raise error.about(structure_field(body)) from None
+                        raise error.with_param(structure_field(body)) from None
                 requests = await self._submit(stream, prepare, ordinal, prompts)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,

@@ -126,8 +126,8 @@ def run_child(pipe: Connection) -> None:
     try:
         begin, memory = pipe.recv()
         do = begin()
-        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         pipe.send(None)  # ready
         while True:
             job = pipe.recv()
