@@ -11,8 +11,8 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ContextLengthError, RequestError
 from jaxpaged.core.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
 from jaxpaged.engine.beam_search import BeamSearches
-from jaxpaged.engine.constraints import Constraints
 from jaxpaged.engine.startup import InMemoryModel, prepare
+from jaxpaged.engine.structured_output_manager import StructuredOutputManager
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.step_functions import Params
 from jaxpaged.loading.hub import resolve_model
@@ -22,7 +22,7 @@ from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
 
-_CONSTRAINT_SECONDS = 0.1  # between looks at what has come meanwhile
+_MASK_WAIT_SECONDS = 0.1  # then new requests and aborts are looked at again
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:
@@ -70,10 +70,10 @@ class Engine:
             host=self._host,
             swap=config.preemption_mode == "swap",
         )
-        self._constraints = Constraints(
+        self._structured_outputs = StructuredOutputManager(
             lambda: _load_tokenizer(config), eos_token_ids=ready.info.eos_token_ids,
             vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits,
-            most_bytes=config.limits.max_grammar_cache_bytes)
+            max_bytes=config.limits.max_grammar_cache_bytes)
         self._beams = BeamSearches()
         self._seed = config.seed
         self._num_seeded = 0
@@ -108,7 +108,8 @@ class Engine:
             return
         if request.seed is None:
             request = dataclasses.replace(request, seed=self._next_seed())
-        self._scheduler.add(request, None if request.grammar is None else self._constraints.begin(request.grammar))
+        grammar = request.grammar
+        self._scheduler.add(request, None if grammar is None else self._structured_outputs.create_matcher(grammar))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; the next step delivers their last delta. Unknown ids are ignored."""
@@ -132,7 +133,7 @@ class Engine:
         step = self._scheduler.schedule(time.monotonic())
         dispatched = self._runner.dispatch(step) if step.pieces else None
         if dispatched is None and self._in_flight is None and not self._undelivered:
-            self._constraints.wait(_CONSTRAINT_SECONDS)  # there is nothing else that the requests could wait for
+            self._structured_outputs.wait_for_mask(_MASK_WAIT_SECONDS)  # requests can wait for nothing else
         deltas, self._undelivered = self._undelivered, []
         if self._in_flight is not None:
             deltas += self._with_beams(self._collect(self._in_flight))
@@ -183,7 +184,7 @@ class Engine:
     def shutdown(self) -> None:
         """Drop what is running and wait for the device, so that nothing uses the weights any more."""
         self._scheduler.abort(self._scheduler.live_ids())
-        self._constraints.close()
+        self._structured_outputs.close()
         self._undelivered.clear()
         if self._in_flight is not None:
             self._in_flight.sampled()

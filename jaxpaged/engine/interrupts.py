@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any, Self
 
 
-class HeldInterrupts:
+class DeferredInterrupts:
     """In its with statement Ctrl-C waits for the next `check`, or for the end; a second one does not wait.
 
     It does nothing outside of the main thread, which alone gets interrupts, nor where the program ignores them.

@@ -20,7 +20,7 @@ from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.interrupts import HeldInterrupts
+from jaxpaged.engine.interrupts import DeferredInterrupts
 from jaxpaged.engine.startup import InMemoryModel
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalised
 from jaxpaged.frontend.front import Front
@@ -159,12 +159,12 @@ class LLM:
         Raises:
             ConfigError: the tree, a shape or a dtype differs.
         """
-        with self._lock, HeldInterrupts():
+        with self._lock, DeferredInterrupts():
             self._live_engine().update_weights(params)
 
     def reset_prefix_cache(self) -> bool:
         """Share nothing that has been computed so far with later requests; always succeeds."""
-        with self._lock, HeldInterrupts():
+        with self._lock, DeferredInterrupts():
             self._live_engine().reset_prefix_cache()
         return True
 
@@ -260,7 +260,7 @@ class LLM:
         return self._run_all(requests, use_tqdm)
 
     def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        with self._lock, HeldInterrupts() as interrupts:
+        with self._lock, DeferredInterrupts() as interrupts:
             engine = self._live_engine()
             try:
                 for request in requests:
@@ -274,7 +274,7 @@ class LLM:
         return [finished[request.request_id] for request in requests]
 
     def _finish_all(
-        self, engine: Engine, requests: Sequence[ProcessedRequest], use_tqdm: bool, interrupts: HeldInterrupts
+        self, engine: Engine, requests: Sequence[ProcessedRequest], use_tqdm: bool, interrupts: DeferredInterrupts
     ) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:

@@ -174,14 +174,14 @@ class ModelRunner:
         self._params = placed(params, self._programs.params, self._programs.placement)
 
     def _allowed(self, step: SchedulerOutput, rows: int) -> jax.Array | np.ndarray:
-        """Which tokens each sampled row may take: all, on the device already, unless a row has a constraint."""
-        constraints = [piece.request.constraint for piece in step.pieces if piece.samples]
-        if not any(constraints):
+        """Which tokens each sampled row may take: all, on the device already, unless a row has a matcher."""
+        matchers = [piece.request.matcher for piece in step.pieces if piece.samples]
+        if not any(matchers):
             return self._all_allowed[rows]
         allowed = neutral_allowed(rows, self._vocab_size)
-        for row, constraint in enumerate(constraints):
-            if constraint is not None:
-                allowed[row] = constraint.mask()
+        for row, matcher in enumerate(matchers):
+            if matcher is not None:
+                allowed[row] = matcher.mask()
         return allowed
 
     def _score(self, step: SchedulerOutput) -> tuple[SchedulerOutput, list[ScoredRows | HiddenRows]]:

@@ -17,7 +17,7 @@ from jaxpaged.core.sampling_params import (
 )
 from jaxpaged.frontend.output_processor import sequence_ids
 from jaxpaged.text.conversation import normalise_messages
-from jaxpaged.text.structured_outputs import GrammarChecker
+from jaxpaged.text.structured_outputs import GrammarCompiler
 from jaxpaged.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
@@ -73,7 +73,7 @@ class InputProcessor:
         self._kv_capacity = kv_capacity
         self._max_logprobs = max_logprobs
         self._limits = limits or RequestLimits()
-        self._make_grammar = make_grammar or GrammarChecker(self._limits).grammar
+        self._make_grammar = make_grammar or GrammarCompiler(self._limits).grammar
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._takes_priorities = takes_priorities

@@ -23,7 +23,7 @@ class Choice:
         num_tokens: tokens so far.
         num_preemptions: times that the engine has preempted it.
         finish_reason: None while it goes on.
-        has_news: something has come since the last output.
+        has_new_output: something has come since the last output.
     """
 
     def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
@@ -42,7 +42,7 @@ class Choice:
         self._hidden_stops: dict[int, str] = {} if tokenizer is None or not params.skip_special_tokens else {
             number: text for text in params.stop_strings if (number := tokenizer.special_id(text)) is not None}
         self._min_tokens = params.min_tokens
-        self._tells_logprobs = params.logprobs is not None
+        self._wants_logprobs = params.logprobs is not None
         self._decoded = tokenizer.token_text if tokenizer else None
         self._cumulative_logprob = 0.0
         self._text_length = 0
@@ -51,11 +51,11 @@ class Choice:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._text_offsets: list[int] = []
-        self.has_news = False
+        self.has_new_output = False
 
     def take(self, delta: TokenDelta) -> None:
         """Go on with the engine's newest tokens."""
-        self.has_news = True
+        self.has_new_output = True
         ids, end = delta.token_ids, delta.finish_reason
         self.num_preemptions = max(self.num_preemptions, delta.num_preemptions)
         hidden = end == "stop" and not (self._keep_stop and delta.stop_reason is not None)
@@ -65,7 +65,7 @@ class Choice:
             ids = ids if used is None else ids[:used]
         self._token_ids += ids
         self.num_tokens += len(ids)
-        if self._tells_logprobs:
+        if self._wants_logprobs:
             self._take_logprobs(ids, delta.logprobs)
         if self.finish_reason is None and end is not None:
             self.finish_reason, self._stop_reason = end, delta.stop_reason
@@ -74,11 +74,11 @@ class Choice:
         """Add the text of tokens; return how many they were up to the end of a stop string, None without one."""
         detokenizer, stops = self._detokenizer, self._stops
         assert detokenizer is not None
-        if stops is None and not self._tells_logprobs:
+        if stops is None and not self._wants_logprobs:
             self._texts.append(detokenizer.add(ids) + (detokenizer.finish() if last else ""))
             return None
         for number, token_id in enumerate(ids, 1):
-            if self._tells_logprobs:
+            if self._wants_logprobs:
                 self._text_offsets.append(self._text_length)
             ends = self.num_tokens + number > self._min_tokens  # before that no stop string counts
             if ends and token_id in self._hidden_stops:
@@ -134,7 +134,7 @@ class Choice:
 
     def fail(self) -> None:
         """End with an error."""
-        self.has_news = True
+        self.has_new_output = True
         self.finish_reason = "error"
 
     def output(self, whole: bool) -> CompletionOutput:
@@ -142,13 +142,13 @@ class Choice:
         text = "".join(self._texts)
         output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
                                   stop_reason=self._stop_reason)
-        if self._tells_logprobs:
+        if self._wants_logprobs:
             output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=tuple(self._logprobs),
                              text_offsets=tuple(self._text_offsets))
         self._texts = [text] if whole else []
         if not whole:
             self._token_ids, self._logprobs, self._text_offsets = [], [], []
-        self.has_news = False
+        self.has_new_output = False
         return output
 
 
@@ -377,7 +377,7 @@ class _Request:
         if (kind is RequestOutputKind.FINAL_ONLY or compared) and not finished:
             return None
         whole = kind is not RequestOutputKind.DELTA or compared
-        outputs = tuple(choice.output(whole) for choice in self.choices if whole or choice.has_news)
+        outputs = tuple(choice.output(whole) for choice in self.choices if whole or choice.has_new_output)
         if compared:
             outputs = self._best(outputs)
         if self.params.prompt_logprobs is not None and self.prompt_logprobs is None and len(self.prompt_token_ids) == 1:

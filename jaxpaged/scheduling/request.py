@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from jaxpaged.core.messages import EngineRequest, TokenLogprobs
 
 
-class Constraint(Protocol):
-    """What the text of a request must look like; see `jaxpaged.engine.constraints`."""
+class StructuredOutputMatcher(Protocol):
+    """Which tokens may come next in one sequence; see `jaxpaged.engine.structured_output_manager`."""
 
     @property
     def ready(self) -> bool: ...
@@ -74,7 +74,7 @@ class Request:
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
         scored: whether more is wanted of its prompt than keys and values: log probabilities, or an embedding.
-        constraint: tells which tokens may come next, if not all may.
+        matcher: which tokens may come next; None where all may.
         pooled: of an embedding, as far as its prompt is computed: the sum over the tokens, or the last one's.
         prompt_logprobs: of its prompt tokens but the first, as far as they are there and nobody has been told.
     """
@@ -106,7 +106,7 @@ class Request:
     scheduled_time: float | None = None
     full_sampling: bool = False
     scored: bool = False
-    constraint: Constraint | None = None
+    matcher: StructuredOutputMatcher | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: list[float] = field(default_factory=list)
     predicted_length: int = 0
@@ -117,7 +117,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         most = max(self.message.max_tokens, 1) if self.family is None else 1  # of a prompt alone one is dropped
         self.max_length = self.num_prompt_tokens + most
-        self.full_sampling = self.message.params.full_sampling or self.constraint is not None
+        self.full_sampling = self.message.params.full_sampling or self.matcher is not None
         self.scored = self.message.params.prompt_logprobs is not None or self.message.pooling is not None
 
     def go_on(self, token: int) -> None:
@@ -150,14 +150,14 @@ class Request:
     def num_to_compute(self) -> int:
         """Tokens that a step could process now; none once the last token is on its way."""
         tokens = len(self.token_ids) + self.num_pending
-        if self.constraint is not None and tokens < self.max_length and (self.num_pending or self._lacks_mask):
+        if self.matcher is not None and tokens < self.max_length and (self.num_pending or self._lacks_mask):
             return max(0, len(self.token_ids) - 1 - self.num_computed)  # all but the one that is followed by a draw
         return tokens - self.num_computed if tokens < self.max_length else 0
 
     @property
     def _lacks_mask(self) -> bool:
         """Whether its next draw, which is also that of its forks, has to wait for a mask."""
-        return any(request.constraint is not None and not request.constraint.ready for request in (self, *self.forks))
+        return any(request.matcher is not None and not request.matcher.ready for request in (self, *self.forks))
 
     @property
     def finished(self) -> bool:

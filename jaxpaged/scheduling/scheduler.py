@@ -19,7 +19,7 @@ from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager
 from jaxpaged.scheduling.planner import Admission, StepPlanner
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
 from jaxpaged.scheduling.queues import Queues
-from jaxpaged.scheduling.request import Constraint, Request, RequestStatus
+from jaxpaged.scheduling.request import Request, RequestStatus, StructuredOutputMatcher
 from jaxpaged.scheduling.scheduler_output import (
     FAILED_TOKEN,
     NO_TOKEN_LEFT,
@@ -91,7 +91,7 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._queues.live)
 
-    def add(self, message: EngineRequest, constraint: Constraint | None = None, *, branches: int = 0) -> None:
+    def add(self, message: EngineRequest, matcher: StructuredOutputMatcher | None = None, *, branches: int = 0) -> None:
         """Queue a request.
 
         Args:
@@ -105,7 +105,7 @@ class Scheduler:
         if branches:
             self._queues.add(self._families.begin(message, range(first, self._num_arrived)))
             return
-        request = Request(message, first, constraint=constraint)
+        request = Request(message, first, matcher=matcher)
         leader = self._queues.live.get(message.fork_of or "")
         self._queues.add(request, leader if leader is not None and leader.num_output_tokens == 0 else None)
 
@@ -171,7 +171,7 @@ class Scheduler:
             if request.message.pooling is not None:
                 delta = delta._replace(embedding=request.embedding())
             deltas.append(delta)
-            if request.constraint is not None and not request.finished and request.constraint.advance(token):
+            if request.matcher is not None and not request.finished and request.matcher.advance(token):
                 deltas.append(self._finish(request, RequestStatus.FINISHED_STOPPED))
         return deltas
 
@@ -216,7 +216,7 @@ class Scheduler:
 
     def _end_without_token(self, request: Request, token: int) -> TokenDelta:
         if token == NO_TOKEN_LEFT:
-            if request.constraint is not None and request.constraint.failed:
+            if request.matcher is not None and request.matcher.failed:
                 return self._finish(request, RequestStatus.FINISHED_ERROR,
                                     error="what structured_outputs asks for could not be computed")
             return self._finish(request, RequestStatus.FINISHED_STOPPED)

@@ -12,12 +12,12 @@ class BoundedCache(Generic[Key, Value]):
     """Forgets the least recently used. May be used by several threads.
 
     Args:
-        most: entries.
-        most_bytes: of all entries together; a larger one is not kept at all.
+        max_entries: number of entries.
+        max_bytes: of all entries together; a larger one is not kept at all.
     """
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most, self._most_bytes = most, most_bytes
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries, self._max_bytes = max_entries, max_bytes
         self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -43,5 +43,5 @@ class BoundedCache(Generic[Key, Value]):
         with self._lock:
             self._num_bytes += num_bytes - self._entries.pop(key, (None, 0))[1]
             self._entries[key] = value, num_bytes
-            while len(self._entries) > self._most or self._num_bytes > self._most_bytes:
+            while len(self._entries) > self._max_entries or self._num_bytes > self._max_bytes:
                 self._num_bytes -= self._entries.popitem(last=False)[1][1]

@@ -27,21 +27,21 @@ _PARAM = "structured_outputs"
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
 
 
-def grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
+def grammar_text(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
     """The text of a constraint's grammar.
 
     Raises:
         RequestError: it is too large, or no text that could be one.
     """
     try:
-        return _grammar_of(wanted, limits)
+        return _to_llguidance(wanted, limits)
     except RequestError:
         raise
     except Exception:  # readers of schemas and grammars raise whatever they trip over
         raise _bad(_reason("")) from None
 
 
-def _grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
+def _to_llguidance(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
     from llguidance import LLMatcher, gbnf_to_lark
 
     if wanted.json_object:
@@ -64,7 +64,7 @@ def _grammar_of(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
         raise _bad("grammar is neither a Lark nor a GBNF grammar") from None
 
 
-class GrammarChecker:
+class GrammarCompiler:
     """Compiles grammars to see whether they can be, and remembers the good ones. May be used by several threads."""
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -79,7 +79,7 @@ class GrammarChecker:
         Raises:
             RequestError: there is none, it cannot be compiled, it takes too much memory, or it allows nothing.
         """
-        text = grammar_of(wanted, self._limits)
+        text = grammar_text(wanted, self._limits)
         grammar = self._good.get(text)
         if grammar is None:
             with self._lock:  # one at a time, so that the growth of memory is its own
@@ -93,7 +93,7 @@ class GrammarChecker:
 
         if self._bytes is None:
             single = [bytes([byte]) for byte in range(256)]
-            self._bytes = LLTokenizer(Vocabulary([*single, b"<end>"], [256], [256]))  # type: ignore[arg-type]
+            self._bytes = LLTokenizer(GrammarVocabulary([*single, b"<end>"], [256], [256]))  # type: ignore[arg-type]
         before = allocated_bytes()
         matcher = LLMatcher(self._bytes, text, log_level=0)
         if not matcher.is_error():
@@ -105,7 +105,7 @@ class GrammarChecker:
         return num_bytes
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """A vocabulary in the form that `LLTokenizer` reads.
 
     Args:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from jaxpaged.core.errors import CheckpointError, ConfigError, RequestError, first_line
 from jaxpaged.text.chat_template import RESERVED, ChatTemplate, Renderer, TemplateJob
-from jaxpaged.text.stand_ins import StandIns, any_of
+from jaxpaged.text.placeholders import Placeholders, any_of
 from jaxpaged.text.token_bytes import find_byte_rule, find_max_token_chars
 
 # From here on characters and ids go through the library's calls for batches, which let other threads run meanwhile.
@@ -69,7 +69,7 @@ class Tokenizer:
         """
         return self._with_one_bos(self._encode(self.backend, text, add_special_tokens), add_special_tokens)
 
-    def encode_further(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Ids of plain text that goes on where another one has ended: without the space that some put before a text,
         and with nothing special in it."""
         backend, opening = self.backend, self._opening
@@ -139,7 +139,7 @@ class Tokenizer:
                                param="continue_final_message")
         variables = self._check_template_kwargs(chat_template_kwargs)
         try:
-            guard = StandIns(self._special_pattern, (messages, tools, variables))
+            guard = Placeholders(self._special_pattern, (messages, tools, variables))
             job = TemplateJob(guard.hide(messages), guard.hide(tools), add_generation_prompt, continue_final_message,
                               guard.hide(variables))
         except RecursionError:
@@ -204,7 +204,7 @@ class Tokenizer:
         numbers = backend.get_vocab()
         return backend, aliases, {numbers[aliases[text]]: number for number, text in self._special.items()}
 
-    def _encode_guarded(self, text: str, guard: StandIns, add_special_tokens: bool) -> list[int]:
+    def _encode_guarded(self, text: str, guard: Placeholders, add_special_tokens: bool) -> list[int]:
         with self._lock:
             backend, aliases, originals = self._literal
         # Other added tokens take part in the search, since the leftmost of all wins, and stay as they are.

@@ -14,7 +14,7 @@ from jaxpaged.core.messages import Grammar
 from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.server.sandbox.bounded_process import BoundedProcesses, CutOffError
 from jaxpaged.text.bounded_cache import BoundedCache
-from jaxpaged.text.structured_outputs import GrammarChecker
+from jaxpaged.text.structured_outputs import GrammarCompiler
 
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 2**24  # of their texts
@@ -61,5 +61,5 @@ class GrammarProcesses:
 
 
 def _begin(limits: RequestLimits) -> Callable[[StructuredOutputsParams], Grammar]:
-    GrammarChecker(RequestLimits()).grammar(StructuredOutputsParams(json_object=True))  # imports belong to no job
-    return GrammarChecker(limits).grammar
+    GrammarCompiler(RequestLimits()).grammar(StructuredOutputsParams(json_object=True))  # imports belong to no job
+    return GrammarCompiler(limits).grammar

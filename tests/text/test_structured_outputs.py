@@ -18,13 +18,13 @@ from jaxpaged.core.limits import RequestLimits
 from jaxpaged.core.messages import Grammar
 from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
-from jaxpaged.engine.constraints import MAX_COMPILED, Constraints
 from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.structured_output_manager import MAX_COMPILED, StructuredOutputManager
 from jaxpaged.server.protocol.body import BodyReader
 from jaxpaged.server.protocol.http_limits import HttpLimits
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
 from jaxpaged.server.sandbox.grammar_process import GrammarProcesses
-from jaxpaged.text.structured_outputs import GrammarChecker, grammar_of
+from jaxpaged.text.structured_outputs import GrammarCompiler, grammar_text
 from tests.support.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 from tests.support.tiny_tokenizers import byte_level_metadata, wrap
 
@@ -79,14 +79,14 @@ GOOD: dict[str, dict[str, Any]] = {
 def test_what_cannot_be_compiled_is_refused_quickly(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError) as caught:
-        GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**BAD[name]))
+        GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**BAD[name]))
     assert caught.value.param == "structured_outputs" and len(caught.value.message) < 200
     assert time.monotonic() - began < 20  # on a shared machine; alone it is a second
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_can_be_compiled(name: str) -> None:
-    GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**GOOD[name]))
+    GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**GOOD[name]))
 
 
 def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
@@ -98,11 +98,11 @@ def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
         processes = GrammarProcesses(RequestLimits(max_multiple_of=10**9), timeout=timeout)
         with ThreadPoolExecutor(2) as threads:
             answer = threads.submit(processes.grammar, hostile)
-            assert processes.grammar(good).text == grammar_of(good, LIMITS)
+            assert processes.grammar(good).text == grammar_text(good, LIMITS)
             with pytest.raises(RequestError, match="simpler") as caught:
                 answer.result()
         assert caught.value.param == "structured_outputs"
-        assert processes.grammar(one_letter).text == grammar_of(one_letter, LIMITS)
+        assert processes.grammar(one_letter).text == grammar_text(one_letter, LIMITS)
         processes.close()
 
 
@@ -168,16 +168,16 @@ TOKENIZER = wrap(byte_level_metadata("gpt-2"))
 
 
 def checked(**fields: Any) -> Grammar:
-    return GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**fields))
+    return GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**fields))
 
 
-def make_constraints(most_bytes: int = 2**24) -> Constraints:
-    return Constraints(lambda: TOKENIZER, eos_token_ids=(), vocab_size=TOKENIZER.vocab_size,
-                       num_logits=TOKENIZER.vocab_size + 40, most_bytes=most_bytes)
+def make_manager(max_bytes: int = 2**24) -> StructuredOutputManager:
+    return StructuredOutputManager(lambda: TOKENIZER, eos_token_ids=(), vocab_size=TOKENIZER.vocab_size,
+                                   num_logits=TOKENIZER.vocab_size + 40, max_bytes=max_bytes)
 
 
-def allowed(constraint: Any) -> set[int]:
-    mask = constraint.mask()
+def allowed(matcher: Any) -> set[int]:
+    mask = matcher.mask()
     return {token for token in range(32 * len(mask)) if mask[token >> 5] >> (token & 31) & 1}
 
 
@@ -185,41 +185,42 @@ def allowed(constraint: Any) -> set[int]:
 @given(st.lists(st.text("abc\"\\ é你{", min_size=1, max_size=6), min_size=1, max_size=4, unique=True))
 def test_only_tokens_that_lead_to_a_choice_are_allowed(choices: list[str]) -> None:
     """Checked against the bytes of every token, on the way to each choice; its usual spelling is always possible."""
-    constraints = make_constraints()
+    manager = make_manager()
     [end] = TOKENIZER.eos_token_ids
     grammar = checked(choice=choices)
     for choice in choices:
-        constraint, done = constraints.begin(grammar), b""
+        matcher, done = manager.create_matcher(grammar), b""
         for token in [*TOKENIZER.encode(choice), None]:
             wanted = {other for other in range(TOKENIZER.vocab_size) if not TOKENIZER.is_special(other) and any(
                 text.encode().startswith(done + TOKENIZER.token_bytes(other)) for text in choices)}
-            found = allowed(constraint)
+            found = allowed(matcher)
             assert found - {end} <= wanted and (end in found) == (done.decode(errors="replace") in choices)
             if token is None:
                 break
             assert token in found
-            if constraint.advance(token):
+            if matcher.advance(token):
                 assert done + TOKENIZER.token_bytes(token) == choice.encode()
                 break
             done += TOKENIZER.token_bytes(token)
-    constraints.close()
+    manager.close()
 
 
 @pytest.mark.parametrize("size", [TOKENIZER.vocab_size, 288, 320, 321])
 def test_vocabularies_of_every_size(size: int) -> None:
-    constraints = Constraints(lambda: TOKENIZER, eos_token_ids=(), vocab_size=size, num_logits=size, most_bytes=2**20)
-    constraint = constraints.begin(checked(regex="h+"))
-    assert TOKENIZER.encode("h")[0] in allowed(constraint) and max(allowed(constraint)) < TOKENIZER.vocab_size
-    constraints.close()
+    manager = StructuredOutputManager(lambda: TOKENIZER, eos_token_ids=(), vocab_size=size, num_logits=size,
+                                      max_bytes=2**20)
+    matcher = manager.create_matcher(checked(regex="h+"))
+    assert TOKENIZER.encode("h")[0] in allowed(matcher) and max(allowed(matcher)) < TOKENIZER.vocab_size
+    manager.close()
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound() -> None:
-    constraints = make_constraints()
+    manager = make_manager()
     for number in range(MAX_COMPILED + 20):
         for _ in range(2):
-            assert allowed(constraints.begin(checked(regex=f"{number:03d}")))
-    assert len(constraints._compiled) == MAX_COMPILED
-    constraints.close()
+            assert allowed(manager.create_matcher(checked(regex=f"{number:03d}")))
+    assert len(manager._compiled) == MAX_COMPILED
+    manager.close()
 
 
 def test_compiled_grammars_are_kept_up_to_their_bytes() -> None:
@@ -227,12 +228,12 @@ def test_compiled_grammars_are_kept_up_to_their_bytes() -> None:
     large = [checked(json={"type": "integer", "multipleOf": 20_011 + number}) for number in range(3)]
     assert all(5 * 2**20 < grammar.num_bytes < 20 * 2**20 for grammar in large)
     assert checked(regex="ab").num_bytes < 2**18
-    constraints = make_constraints(most_bytes=25 * 2**20)
+    manager = make_manager(max_bytes=25 * 2**20)
     for grammar in large:
-        assert allowed(constraints.begin(grammar))
-    assert len(constraints._compiled) == 2 and constraints._compiled.num_bytes == sum(
+        assert allowed(manager.create_matcher(grammar))
+    assert len(manager._compiled) == 2 and manager._compiled.num_bytes == sum(
         grammar.num_bytes for grammar in large[1:])
-    constraints.close()
+    manager.close()
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [
@@ -244,10 +245,10 @@ def test_compiled_grammars_are_kept_up_to_their_bytes() -> None:
 ], ids=str)
 def test_limits_on_what_is_compiled(limit: dict[str, int], wanted: dict[str, Any]) -> None:
     [name] = limit
-    checker = GrammarChecker(RequestLimits(**limit))
+    checker = GrammarCompiler(RequestLimits(**limit))
     with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
         checker.grammar(StructuredOutputsParams(**wanted))
-    GrammarChecker(LIMITS).grammar(StructuredOutputsParams(**wanted))
+    GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**wanted))
 
 
 def test_masks_are_computed_by_other_threads() -> None:
@@ -257,13 +258,13 @@ def test_masks_are_computed_by_other_threads() -> None:
         seen.append(threading.current_thread())
         return TOKENIZER
 
-    constraints = Constraints(load, eos_token_ids=(), vocab_size=TOKENIZER.vocab_size, num_logits=TOKENIZER.vocab_size,
-                              most_bytes=2**20)
-    constraint = constraints.begin(checked(regex="ab+"))
-    while not constraint.ready:
-        constraints.wait(1)
+    manager = StructuredOutputManager(load, eos_token_ids=(), vocab_size=TOKENIZER.vocab_size,
+                                      num_logits=TOKENIZER.vocab_size, max_bytes=2**20)
+    matcher = manager.create_matcher(checked(regex="ab+"))
+    while not matcher.ready:
+        manager.wait_for_mask(1)
     assert seen and threading.current_thread() not in seen
-    constraints.close()
+    manager.close()
 
 
 # Through the engine

@@ -206,7 +206,7 @@ def test_sentencepiece_by_hand() -> None:
 @pytest.mark.parametrize("tokenizer", [SENTENCEPIECE, BYTE_LEVEL, wrap(byte_level_metadata("tekken"))])
 @pytest.mark.parametrize("text", ["the", " the", "  the ", "ld hello", "</s>the", "<|end|>", "\n", ""])
 def test_text_that_goes_on_gets_neither_a_space_nor_special_tokens(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode_further(text)
+    ids = tokenizer.encode_continuation(text)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert not any(map(tokenizer.is_special, ids))
 

@@ -1,6 +1,7 @@
-"""Running constraints on texts: which tokens may come next, computed beside the engine's thread.
+"""Structured output at run time: which tokens may come next, computed beside the engine's thread.
 
-A constraint's mask depends on the last id, so its row sits out the step that would follow at once; other rows run on.
+A mask depends on the last token, so a constrained sequence skips the step that would follow at once; other sequences
+run on.
 """
 
 import logging
@@ -13,20 +14,20 @@ import numpy as np
 
 from jaxpaged.core.messages import Grammar
 from jaxpaged.text.bounded_cache import BoundedCache
-from jaxpaged.text.structured_outputs import Vocabulary
+from jaxpaged.text.structured_outputs import GrammarVocabulary
 from jaxpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILED = 64  # grammars kept compiled
+MAX_COMPILED = 64  # compiled grammars in the cache
 _THREADS = 2
 
 
-class Constraint:
-    """One sequence's place in its grammar. All methods belong to the engine's thread.
+class GrammarMatcher:
+    """One sequence's state in its grammar. All methods belong to the engine's thread.
 
     Attributes:
-        failed: it cannot be computed: its mask, once it is there, allows nothing.
+        failed: the mask cannot be computed: once `ready`, it allows no token.
     """
 
     def __init__(self, submit: Callable[[Callable[[], Any]], Future[Any]], compile: Callable[[], Any],
@@ -34,20 +35,20 @@ class Constraint:
         self._submit, self._words = submit, words
         self._matcher: Any = None
         self.failed = False
-        self._job: Future[Any] = submit(lambda: self._guarded(lambda: self._begin(compile)))
+        self._job: Future[Any] = submit(lambda: self._guarded(lambda: self._start(compile)))
 
     @property
     def ready(self) -> bool:
-        """Whether the next token's mask is there."""
+        """Whether the next token's mask has been computed."""
         return self._job.done()
 
     def mask(self) -> np.ndarray:
-        """uint32 [W], a bit for each token that may come next; none where the grammar has come to its limits."""
+        """uint32 [W], one bit per token that may come next; all zero where the grammar has reached its limits."""
         found: np.ndarray = self._job.result()
         return found
 
     def advance(self, token: int) -> bool:
-        """Go on behind a token that has been drawn; True if nothing may follow it."""
+        """Accept a sampled token; True if nothing may follow it."""
         self._job.result()
         if self._matcher is None or not self._matcher.consume_token(token) or self._matcher.is_stopped():
             return True
@@ -58,11 +59,11 @@ class Constraint:
         try:
             return compute()
         except Exception:  # whatever it is, it must stay with this request, which ends with an error
-            logger.exception("a constraint cannot be computed")
+            logger.exception("a structured output mask cannot be computed")
             self.failed = True
             return np.zeros(self._words, np.uint32)
 
-    def _begin(self, compile: Callable[[], Any]) -> np.ndarray:
+    def _start(self, compile: Callable[[], Any]) -> np.ndarray:
         matcher = compile()
         if matcher.is_error():
             raise ValueError(matcher.get_error())
@@ -76,35 +77,35 @@ class Constraint:
         return mask
 
 
-class Constraints:
-    """Makes constraints for one model; what it compiles is kept, up to a bound.
+class StructuredOutputManager:
+    """Creates the matchers of one model and caches compiled grammars.
 
     Args:
-        load_tokenizer: called once, by another thread, when the first constraint is wanted.
-        eos_token_ids: the model's end ids.
-        vocab_size: ids that the model knows.
-        num_logits: entries of a mask; those beyond the vocabulary are never allowed.
-        most_bytes: of compiled grammars that are kept.
+        load_tokenizer: called once, in another thread, for the first grammar.
+        eos_token_ids: the model's end-of-text ids.
+        vocab_size: number of ids that the model knows.
+        num_logits: bits of a mask; those beyond the vocabulary are never set.
+        max_bytes: of all cached grammars together.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, eos_token_ids: tuple[int, ...], vocab_size: int,
-                 num_logits: int, most_bytes: int) -> None:
+                 num_logits: int, max_bytes: int) -> None:
         self._load, self._eos, self._vocab_size = load_tokenizer, eos_token_ids, vocab_size
         self._words = -(-num_logits // 32)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="structured-output")
         self._lock = threading.Lock()
         self._vocabulary: Any = None
-        self._compiled: BoundedCache[str, Any] = BoundedCache(MAX_COMPILED, most_bytes)
-        self._news = threading.Event()
+        self._compiled: BoundedCache[str, Any] = BoundedCache(MAX_COMPILED, max_bytes)
+        self._mask_computed = threading.Event()
 
-    def begin(self, grammar: Grammar) -> Constraint:
-        """A constraint at its beginning; it compiles in another thread."""
-        return Constraint(self._submit, lambda: self._compile(grammar), self._words)
+    def create_matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the start of its grammar, which is compiled in another thread."""
+        return GrammarMatcher(self._submit, lambda: self._compile(grammar), self._words)
 
-    def wait(self, timeout: float) -> None:
-        """Wait until some mask is there that was not at the last call, at most `timeout` seconds."""
-        self._news.wait(timeout)
-        self._news.clear()
+    def wait_for_mask(self, timeout: float) -> None:
+        """Wait until a mask has been computed since the last call, at most `timeout` seconds."""
+        self._mask_computed.wait(timeout)
+        self._mask_computed.clear()
 
     def close(self) -> None:
         """End the threads."""
@@ -112,7 +113,7 @@ class Constraints:
 
     def _submit(self, job: Callable[[], Any]) -> Future[Any]:
         future = self._threads.submit(job)
-        future.add_done_callback(lambda _: self._news.set())
+        future.add_done_callback(lambda _: self._mask_computed.set())
         return future
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -135,6 +136,6 @@ class Constraints:
         count = min(tokenizer.vocab_size, self._vocab_size)
         ends = sorted(tokenizer.eos_token_ids.union(self._eos))
         special = [token for token in range(count) if tokenizer.is_special(token)]
-        vocabulary = Vocabulary([tokenizer.token_bytes(token) for token in range(count)], special, ends,
-                                tokenizer.encode_further)
+        vocabulary = GrammarVocabulary([tokenizer.token_bytes(token) for token in range(count)], special, ends,
+                                       tokenizer.encode_continuation)
         return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=ends)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from jaxpaged.core.errors import RequestError
 _STAND_INS = range(0x100000, 0x10FFFE)
 
 
-class StandIns:
+class Placeholders:
     """Special-token text of one request's messages, each replaced by one character that occurs nowhere in them.
 
     One character, so that a template that cuts or compares strings cannot take it apart.
