@@ -55,7 +55,7 @@ def compile_sharded(layers: int) -> list[ShardedRow]:
 
     gpu = find_gpu(GPU)
     device = DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, aot.compile_only_devices(gpu, SIZE))
-    programs, plan = engine_programs(MODEL, device, layers, tensor_parallel_size=SIZE)
+    programs, layout = engine_programs(MODEL, device, layers, tensor_parallel_size=SIZE)
     weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
                   for leaf in jax.tree.leaves(programs.params))
     rows = []
@@ -65,13 +65,13 @@ def compile_sharded(layers: int) -> list[ShardedRow]:
                 facts = aot.analyse(programs.compile(name, aot.dump_options(Path(folder))), Path(folder))
             rows.append(ShardedRow(
                 program=f"{name[0]}[{name[1]}]", layers=layers, weight_bytes=weights,
-                pool_bytes=plan.memory.pool_bytes * layers // MODEL["num_hidden_layers"],
+                pool_bytes=layout.memory.pool_bytes * layers // MODEL["num_hidden_layers"],
                 argument_bytes=facts.argument_bytes, alias_bytes=facts.alias_bytes,
                 temporary_bytes=facts.temporary_bytes,
                 collectives=dict(Counter(f"{op.kind} {op.shape}" for op in facts.collectives)),
                 collectives_outside=sum(_is_collective(launch.kind) for launch in facts.outside_graphs),
-                graphs=facts.command_buffers, plan_weight_bytes=plan.memory.weight_bytes,
-                plan_pool_bytes=plan.memory.pool_bytes))
+                graphs=facts.command_buffers, plan_weight_bytes=layout.memory.weight_bytes,
+                plan_pool_bytes=layout.memory.pool_bytes))
     return rows
 
 

@@ -87,8 +87,8 @@ def compile_rows(gpu_name: str, models: tuple[str, ...], layers: int) -> list[Ro
     rows = []
     with aot.no_persistent_cache():
         for model in models:
-            programs, plan = engine_programs(MODELS[model], device, layers)
-            shapes = replace(plan.cache, num_layers=layers).shapes(plan.shape.num_blocks)
+            programs, layout = engine_programs(MODELS[model], device, layers)
+            shapes = replace(layout.cache, num_layers=layers).shapes(layout.shape.num_blocks)
             pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)]
             for program in PROGRAMS:
                 rows.append(_row(programs, program, pools, gpu, model, layers))
@@ -100,26 +100,26 @@ def compile_rows(gpu_name: str, models: tuple[str, ...], layers: int) -> list[Ro
 
 
 def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) -> tuple[Any, Any]:
-    """The engine's programs for a model cut to so many layers, and the engine's plan for the whole model.
+    """The engine's programs for a model cut to so many layers, and the layout of the whole model.
 
     Args:
         device: a DeviceInfo, whose devices may be compile-only ones.
         flags: of the EngineConfig.
     """
     from jaxpaged.core.config import EngineConfig
-    from jaxpaged.engine.startup import model_of, plan_engine
+    from jaxpaged.engine.startup import layout_of, model_of
     from jaxpaged.execution.programs import ProgramSet
     from jaxpaged.execution.sharding import Placement
 
     config = EngineConfig(model="none", device=device.platform, **flags)
     source = model_of(config, hf, device.platform)
-    plan = plan_engine(config, source, device, lambda line: None, compiling=False)
-    cut = source.define(source.config.replace(num_layers=layers), plan.partition)
+    layout = layout_of(config, source, device, lambda line: None, compiling=False)
+    cut = source.define(source.config.replace(num_layers=layers), layout.partition)
     programs = ProgramSet(
-        cut.graph, cut.shapes, cut.config, replace(plan.cache, num_layers=layers), plan.shape, axes=cut.axes,
-        placement=Placement.of(device.devices, plan.partition), vocab_size=cut.vocab_size, dtype=plan.dtype,
+        cut.graph, cut.shapes, cut.config, replace(layout.cache, num_layers=layers), layout.shape, axes=cut.axes,
+        placement=Placement.of(device.devices, layout.partition), vocab_size=cut.vocab_size, dtype=layout.dtype,
         platform=device.platform, gpu_attention=config.gpu_attention)
-    return programs, plan
+    return programs, layout
 
 
 def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, model: str, layers: int,

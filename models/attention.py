@@ -16,7 +16,7 @@ from jaxpaged.pallas_kernels.kv_write import write_kv
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 from jaxpaged.pallas_kernels.tiles import AttentionTiles
-from jaxpaged.pallas_kernels.work_list import WorkList, make_work_list
+from jaxpaged.pallas_kernels.work_list import GpuWorkList, make_work_list
 
 XLA_TILES = xla_paged_attention.TileSizes()
 
@@ -27,9 +27,9 @@ class GpuAttention:
 
     target: GpuTarget
     tiles: AttentionTiles
-    work: tuple[tuple[int | None, WorkList], ...]
+    work: tuple[tuple[int | None, GpuWorkList], ...]
 
-    def work_for(self, window: int | None) -> WorkList:
+    def work_for(self, window: int | None) -> GpuWorkList:
         return dict(self.work)[window]
 
 
@@ -63,7 +63,7 @@ class AttentionMetadata:
     cos: jax.Array
     sin: jax.Array
     block_table: jax.Array
-    work: GpuAttention | xla_paged_attention.WorkList | None
+    work: GpuAttention | xla_paged_attention.XlaTileList | None
 
 
 def make_metadata(
@@ -84,13 +84,13 @@ def make_metadata(
     if config.alibi:  # these turn nothing
         cos, sin = jnp.ones_like(cos), jnp.zeros_like(sin)
     page = block_table[slot, position // block_size]
-    work: GpuAttention | xla_paged_attention.WorkList | None = None
+    work: GpuAttention | xla_paged_attention.XlaTileList | None = None
     if target is not None:
         assert dtype is not None and cache_dtype is not None, "the GPU's tiles depend on the dtypes"
         work = _gpu_attention(slot, position, null_slot, config, dtype, cache_dtype, target)
         page = jnp.where(slot == null_slot, -1, page)
     elif not native:
-        work = xla_paged_attention.make_work_list(slot, position, null_slot, XLA_TILES)
+        work = xla_paged_attention.make_tile_list(slot, position, null_slot, XLA_TILES)
     return AttentionMetadata(
         slot=slot,
         position=position,

@@ -31,7 +31,7 @@ def page_dtype(name: str, model_dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype({"auto": model_dtype, "fp8": jnp.float8_e4m3fn}.get(name, name))
 
 
-def most_addressable(num_pages: int, page_numbers: int, dtype: jnp.dtype) -> int:
+def max_addressable(num_pages: int, page_numbers: int, dtype: jnp.dtype) -> int:
     """The most pages, up to `num_pages`, that the GPU kernels can address in one array.
 
     Triton counts the numbers of arrays of up to 4 GiB with 31 bits: too few for one-byte numbers beyond 2 GiB.

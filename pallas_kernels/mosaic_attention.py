@@ -30,7 +30,7 @@ from jaxpaged.pallas_kernels import mosaic
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.tiles import MOSAIC
-from jaxpaged.pallas_kernels.work_list import WorkList
+from jaxpaged.pallas_kernels.work_list import GpuWorkList
 
 ROWS, BLOCK, STAGES = MOSAIC.rows[0], MOSAIC.block, MOSAIC.num_stages
 MASKED = -1e30
@@ -51,7 +51,7 @@ def attend(
     q: jax.Array,  # [T, N, H]
     pages: KVPages,
     block_table: jax.Array,  # [slots + 1, width] int32
-    work: WorkList,
+    work: GpuWorkList,
     rule: AttentionRule,
     *,
     interpret: bool,

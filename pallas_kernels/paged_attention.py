@@ -24,14 +24,14 @@ from jax.experimental import pallas as pl
 
 from jaxpaged.pallas_kernels import mosaic_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
-from jaxpaged.pallas_kernels.kv_pages import KVPages, most_addressable
+from jaxpaged.pallas_kernels.kv_pages import KVPages, max_addressable
 from jaxpaged.pallas_kernels.lowering import GpuTarget, dot, launch, load, store
 from jaxpaged.pallas_kernels.tiles import ATTENTION, COMBINE, MANY_TOKENS, MOSAIC, WIDENING, AttentionTiles
-from jaxpaged.pallas_kernels.work_list import WorkList, WorkSizes, most_tiles
+from jaxpaged.pallas_kernels.work_list import GpuWorkList, WorkSizes, max_tiles
 
 MASKED = -1e30  # finite, so that a row with nothing to see stays finite
 LOG2E = math.log2(math.e)
-LEAST_CHUNK = 256  # tokens; a split's partial results are then 3 % of the bytes of what it reads
+MIN_CHUNK = 256  # tokens; a split's partial results are then 3 % of the bytes of what it reads
 
 
 def choose_tiles(
@@ -55,8 +55,8 @@ def choose_tiles(
     rows = tuple(sorted({max(count, _power_of_two(group)) for count in tiles.rows}))
     block = tiles.block if head_dim <= 128 else max(tiles.block // 2, 16)
     # With more threads than this a block of keys gives each of them less than 16 bytes to load.
-    most_warps = max(block * _power_of_two(head_dim) * page_dtype.itemsize // (16 * 32), 1)
-    num_warps = min(tiles.num_warps, _power_of_two(most_warps + 1) // 2)
+    max_warps = max(block * _power_of_two(head_dim) * page_dtype.itemsize // (16 * 32), 1)
+    num_warps = min(tiles.num_warps, _power_of_two(max_warps + 1) // 2)
     return AttentionTiles(rows, block, num_warps, tiles.num_stages, tiles.programs_per_sm)
 
 
@@ -69,14 +69,14 @@ def work_sizes(
     """
     tile_tokens = tiles.rows[-1] // max(heads // kv_heads, tiles.token_rows)
     fill = -(-2 * target.num_sms * tiles.programs_per_sm // kv_heads)
-    return WorkSizes(tile_tokens, most_tiles(tokens, slots, tile_tokens), fill, LEAST_CHUNK)
+    return WorkSizes(tile_tokens, max_tiles(tokens, slots, tile_tokens), fill, MIN_CHUNK)
 
 
 def paged_attention(
     q: jax.Array,  # [T, N, H]
     pages: KVPages,  # of float16, bfloat16, float32, or int8 and float8_e4m3fn with scales
     block_table: jax.Array,  # [slots + 1, width] int32; stale entries are fine
-    work: WorkList,
+    work: GpuWorkList,
     rule: AttentionRule,
     bias: HeadBias,
     *,
@@ -96,7 +96,7 @@ def paged_attention(
     assert sizes.tile_tokens * group <= row_count, (sizes.tile_tokens, group, row_count)
     assert pages.k.dtype != jnp.float8_e4m3fn or target.has_fp8, f"no float8_e4m3fn on {target.compute_capability}"
     num_pages = pages.k.shape[0]
-    assert most_addressable(num_pages, pages.k.size // num_pages, pages.k.dtype) == num_pages, pages.k.shape
+    assert max_addressable(num_pages, pages.k.size // num_pages, pages.k.dtype) == num_pages, pages.k.shape
 
     if tiles.mosaic:
         out, partials, logsums = mosaic_attention.attend(q, pages, block_table, work, rule, interpret=target.interpret)
@@ -118,7 +118,7 @@ def paged_attention(
 
 
 def _attend(
-    q: jax.Array, pages: KVPages, block_table: jax.Array, work: WorkList, rule: AttentionRule, bias: HeadBias,
+    q: jax.Array, pages: KVPages, block_table: jax.Array, work: GpuWorkList, rule: AttentionRule, bias: HeadBias,
     tiles: AttentionTiles, target: GpuTarget,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Results [T, N, H] of tiles that are not split, partial results [Z, K, R, H] and their log2 sums [Z, K, R]."""

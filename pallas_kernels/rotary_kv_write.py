@@ -64,7 +64,7 @@ def rotary_kv_write(
 
 def choose_tiles(target: GpuTarget, tokens: int, head_dim: int) -> RotaryTiles:
     """The tile of a step of `tokens` rows, from the table of the GPU's generation; the table is for heads of 128."""
-    tile = next(tile for tile in ROTARY[target.generation] if tokens <= tile.most_tokens)
+    tile = next(tile for tile in ROTARY[target.generation] if tokens <= tile.max_tokens)
     rows = tile.rows * 64 // (1 << (head_dim // 2).bit_length() - 1)
     return replace(tile, rows=min(max(1, rows), tokens & -tokens))  # no tile is part empty
 

@@ -23,7 +23,7 @@ from jaxpaged.pallas_kernels.lowering import GpuTarget, launch, load
 from jaxpaged.pallas_kernels.tiles import SAMPLER
 
 FAILED = -1  # the id of a row whose logits are not finite
-LEAST_TOP_P = 1e-30  # the most probable token's mass is 1; a smaller top_p must not count as no cut
+MIN_TOP_P = 1e-30  # the most probable token's mass is 1; a smaller top_p must not count as no cut
 _BITS = 31  # of a float from zero up
 _LARGEST = 2**_BITS - 1
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -54,7 +54,7 @@ def sample(
     return ids, last_id
 
 
-def sample_and_tell(
+def sample_with_cutoff(
     logits: jax.Array,  # [B, V] float32
     parameters: SlotParameters,
     slot: jax.Array,  # [B] int32
@@ -173,7 +173,7 @@ def _kernel(
         return held + jnp.where(far <= limit, jnp.exp(relative), 0.0)
 
     mass = jnp.sum(lax.fori_loop(0, _trips(cuts_p, trips), add_mass, jnp.zeros(block, jnp.float32)))
-    nearest = cut(cuts_p, jnp.maximum(top_p, LEAST_TOP_P) * mass, by_mass=True)
+    nearest = cut(cuts_p, jnp.maximum(top_p, MIN_TOP_P) * mass, by_mass=True)
     limit = jnp.where(cuts_p, jnp.minimum(limit, nearest), limit)
 
     key = seed_ref[slot, 0], seed_ref[slot, 1]

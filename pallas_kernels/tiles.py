@@ -85,9 +85,9 @@ COMBINE: dict[str, CombineTiles] = {
 
 @dataclass(frozen=True, slots=True)
 class RotaryTiles:
-    """A tile of `rotary_kv_write`: for steps of at most `most_tokens`, `rows` tokens and `num_warps` per program."""
+    """A tile of `rotary_kv_write`: for steps of at most `max_tokens`, `rows` tokens and `num_warps` per program."""
 
-    most_tokens: int
+    max_tokens: int
     rows: int
     num_warps: int
 

@@ -23,13 +23,13 @@ class WorkSizes:
         tile_tokens: most tokens in a tile.
         num_tiles: most tiles in a step.
         num_extra: items beyond one per tile, to split long contexts with; also the most tiles that can be split.
-        least_chunk: tokens of context under which nothing is split.
+        min_chunk: tokens of context under which nothing is split.
     """
 
     tile_tokens: int
     num_tiles: int
     num_extra: int
-    least_chunk: int
+    min_chunk: int
 
     @property
     def num_items(self) -> int:
@@ -41,14 +41,14 @@ class WorkSizes:
         return 2 * self.num_extra
 
 
-def most_tiles(tokens: int, slots: int, tile_tokens: int) -> int:
+def max_tiles(tokens: int, slots: int, tile_tokens: int) -> int:
     """Bound on the tiles of a step of `tokens` rows over `slots` slots; tiles begin at multiples of `tile_tokens`."""
     return min(tokens, 2 * min(tokens, slots) + tokens // tile_tokens)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["items", "splits"], meta_fields=["sizes"])
 @dataclass(frozen=True)
-class WorkList:
+class GpuWorkList:
     """The work of one step.
 
     Attributes:
@@ -66,7 +66,7 @@ class WorkList:
 
 def make_work_list(
     slot: jax.Array, position: jax.Array, null_slot: int, sizes: WorkSizes, window: int | None = None
-) -> WorkList:
+) -> GpuWorkList:
     """Cut a step.
 
     Args:
@@ -90,8 +90,8 @@ def make_work_list(
     length = end - begin
     # In units of the least chunk, of which there are less than 2^31 where there are more tokens than that: a chunk of u
     # cuts a tile of n whole units into at most n // u + 1, and sum(n // u) <= sum(n) / u <= extra.
-    units = jnp.sum(length // sizes.least_chunk)
-    chunk = jnp.maximum(-(-units // sizes.num_extra), 1) * sizes.least_chunk
+    units = jnp.sum(length // sizes.min_chunk)
+    chunk = jnp.maximum(-(-units // sizes.num_extra), 1) * sizes.min_chunk
     count = -(-length // chunk)
     last_item = jnp.cumsum(count)
     parts = jnp.where(count > 1, count, 0)
@@ -118,7 +118,7 @@ def make_work_list(
     of = jnp.minimum(_first_at_least(last_split, split + 1), sizes.num_tiles - 1)
     real = split < last_split[-1]
     splits = jnp.stack([row[of], jnp.where(real, tokens[of], 0), first_part[of], jnp.where(real, count[of], 0)], axis=1)
-    return WorkList(items.astype(jnp.int32), splits.astype(jnp.int32), sizes)
+    return GpuWorkList(items.astype(jnp.int32), splits.astype(jnp.int32), sizes)
 
 
 def _first_at_least(ascending: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Paged attention in plain XLA operations: the CPU backend's path.
 
 The rows of a step are cut into query tiles: up to `tile_rows` consecutive tokens of one slot share each read of the
-context, a decode row is a tile of one. `make_work_list` finds the tiles once per step, on the device; all layers use
+context, a decode row is a tile of one. `make_tile_list` finds the tiles once per step, on the device; all layers use
 the same list. Tiles of one are sorted by context and run in groups of `group`, so that a long request slows only the
 members of its own group; larger tiles run one by one. Both loop over the context in chunks of pages with an online
 softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), with trip counts read from the lengths.
@@ -36,7 +36,7 @@ class TileSizes:
     group_chunk: int = 64
     tile_rows: int = 64
     tile_chunk: int = 128
-    least_tiled: int = 16  # steps of fewer rows run all of them as tiles of one
+    min_tiled_rows: int = 16  # steps of fewer rows run all of them as tiles of one
 
 
 @partial(jax.tree_util.register_dataclass,
@@ -44,7 +44,7 @@ class TileSizes:
                       "num_tiles"],
          meta_fields=[])
 @dataclass(frozen=True)
-class WorkList:
+class XlaTileList:
     """The tiles of one step; the first `num_single` and `num_tiles` entries count.
 
     Attributes:
@@ -64,7 +64,7 @@ class WorkList:
     num_tiles: jax.Array
 
 
-def make_work_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: TileSizes) -> WorkList:
+def make_tile_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: TileSizes) -> XlaTileList:
     """Cut a step into tiles.
 
     Args:
@@ -74,7 +74,7 @@ def make_work_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: 
     tokens = slot.shape[0]
     index = jnp.arange(tokens, dtype=jnp.int32)
     valid = slot != null_slot
-    rows = sizes.tile_rows if tokens >= sizes.least_tiled else 1
+    rows = sizes.tile_rows if tokens >= sizes.min_tiled_rows else 1
     starts_piece = (index == 0) | (slot != jnp.roll(slot, 1))
     piece_start = lax.cummax(jnp.where(starts_piece, index, 0))
     starts_tile = valid & (starts_piece | ((index - piece_start) % rows == 0))
@@ -85,7 +85,7 @@ def make_work_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: 
     order = jnp.argsort(jnp.where(single, -position, 1), stable=True).astype(jnp.int32)
     num_single = jnp.sum(single, dtype=jnp.int32)
     tile_row = jnp.nonzero(several, size=max(tokens // 2, 1), fill_value=0)[0].astype(jnp.int32)
-    return WorkList(
+    return XlaTileList(
         row=jnp.where(index < num_single, order, tokens),
         slot=jnp.where(index < num_single, slot[order], null_slot),
         context=jnp.where(index < num_single, position[order] + 1, 0),
@@ -102,7 +102,7 @@ def paged_attention(
     q: jax.Array,  # [T, N, H]
     pages: KVPages,
     block_table: jax.Array,  # [slots + 1, width] int32; stale entries are fine, out of range ones are not
-    work: WorkList,
+    work: XlaTileList,
     rule: AttentionRule,
     bias: HeadBias,
     sizes: TileSizes,
@@ -112,7 +112,7 @@ def paged_attention(
     page_size, kv_heads = pages.k.shape[1], pages.k.shape[2]
     q = (q * rule.scale).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     out = jnp.zeros_like(q)
-    if tokens >= sizes.least_tiled:
+    if tokens >= sizes.min_tiled_rows:
         chunk = max(1, sizes.tile_chunk // page_size)
         out = _several_rows(q, pages, _pad_columns(block_table, chunk), work, rule, bias, chunk, sizes.tile_rows)
     chunk = max(1, sizes.group_chunk // page_size)
@@ -182,7 +182,7 @@ def _single_rows(
     q: jax.Array,  # [T, K, G, H]
     pages: KVPages,
     block_table: jax.Array,
-    work: WorkList,
+    work: XlaTileList,
     rule: AttentionRule,
     bias: HeadBias,
     chunk: int,
@@ -245,7 +245,7 @@ def _several_rows(
     q: jax.Array,  # [T, K, G, H]
     pages: KVPages,
     block_table: jax.Array,
-    work: WorkList,
+    work: XlaTileList,
     rule: AttentionRule,
     bias: HeadBias,
     chunk: int,

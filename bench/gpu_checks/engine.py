@@ -50,7 +50,7 @@ def check_engine(report: Report) -> None:
     } if report.smoke else {
         "device": "cuda", "max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    if limit > 60e9:  # room for 256 requests; on a smaller GPU what the plan finds has to do
+    if limit > 60e9:  # room for 256 requests; on a smaller GPU what fits has to do
         sizes["kv_cache_memory_bytes"] = 24 * 2**30
 
     def start(**flags: Any) -> Engine:

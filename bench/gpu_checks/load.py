@@ -14,7 +14,7 @@ from bench.gpu_checks.report import Report, gpu_target
 
 
 def small_programs(devices: Any, platform: str, lowering: str) -> tuple[Any, Any]:
-    """The engine's programs for a small model's first two layers, and its plan; attention by this lowering."""
+    """The engine's programs for a small model's first two layers, and its layout; attention by this lowering."""
     from jaxpaged.execution.devices import DeviceInfo
 
     hf = MODELS["smollm2-135m"] | {"max_position_embeddings": 512}

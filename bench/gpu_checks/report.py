@@ -29,9 +29,9 @@ class Report:
             file.write(json.dumps({"name": name, **values}) + "\n")
         print(f"{name}: {values}", flush=True)
 
-    def run(self, name: str, check: Callable[[], dict[str, Any]], least_seconds: float = 2) -> None:
+    def run(self, name: str, check: Callable[[], dict[str, Any]], min_seconds: float = 2) -> None:
         """Write what `check` finds. Its failure is a line too, and so is that no time was left for it."""
-        if self.deadline - time.monotonic() < least_seconds:
+        if self.deadline - time.monotonic() < min_seconds:
             self.put(name, skipped="no time left")
             return
         try:
@@ -41,14 +41,14 @@ class Report:
             self.put(name, error=f"{type(error).__name__}: {error}"[:300])
 
 
-def median_seconds(call: Callable[[], Any], at_least: float = 0.1, repeats: int = 5) -> float:
+def median_seconds(call: Callable[[], Any], min_seconds: float = 0.1, repeats: int = 5) -> float:
     """Median time of a call; calls are queued one behind the other, and waited for together."""
     import jax
 
     jax.block_until_ready(call())
     begin = time.perf_counter()
     jax.block_until_ready(call())
-    count = max(1, min(200, int(at_least / max(time.perf_counter() - begin, 1e-6))))
+    count = max(1, min(200, int(min_seconds / max(time.perf_counter() - begin, 1e-6))))
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()

@@ -18,7 +18,7 @@ from jaxpaged.core.flags import GROUPS, add_flags, new_parser, parse_flags, sett
 if TYPE_CHECKING:
     import jax
 
-    from jaxpaged.engine.planning import EnginePlan
+    from jaxpaged.engine.planning import EngineLayout
     from jaxpaged.engine.startup import ModelSource
     from jaxpaged.execution.aot import ProgramFacts
     from jaxpaged.execution.devices import DeviceInfo
@@ -119,7 +119,7 @@ def _count_kernels(small: Sequence["ProgramSet"], name: "ProgramName") -> tuple[
 
 def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int, kernels: bool) -> None:
     # Only here: --help and a bad flag answer at once.
-    from jaxpaged.engine.startup import model_of, plan_engine, programs_of
+    from jaxpaged.engine.startup import layout_of, model_of, programs_of
     from jaxpaged.loading.checkpoint import read_config
     from jaxpaged.loading.hub import resolve_config
 
@@ -131,24 +131,24 @@ def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int
         raise ConfigError(f"there is no compiler for {device_name} here")
     model = model_of(config, hf, device.platform)
     with compiling_for(device_name):
-        plan = plan_engine(config, model, device, _say)
-    print("\n".join(plan.memory.lines(device.kind, (plan.max_model_len,))))
-    programs = programs_of(config, plan, plan.definition, device, _say)
-    small = [] if device.platform == "cpu" or not kernels else _small(config, plan, model, device)
+        layout = layout_of(config, model, device, _say)
+    print("\n".join(layout.memory.lines(device.kind, (layout.max_model_len,))))
+    programs = programs_of(config, layout, layout.definition, device, _say)
+    small = [] if device.platform == "cpu" or not kernels else _small(config, layout, model, device)
     compiled = compile_programs(programs, programs.names(), jobs, small)
     print("\n".join(table(compiled)))
     if out is not None:
         size = programs.store_in(out).save({name: item.executable for name, item in compiled.items()},
-                                           plan.memory.num_blocks)
+                                           layout.memory.num_blocks)
         print(f"{out}: {len(compiled)} programs, {size / 2**20:,.1f} MiB; start the server with --compiled {out}")
 
 
 def _small(
-    config: EngineConfig, plan: "EnginePlan", model: "ModelSource", device: "DeviceInfo"
+    config: EngineConfig, layout: "EngineLayout", model: "ModelSource", device: "DeviceInfo"
 ) -> list["ProgramSet"]:
     from jaxpaged.engine.startup import programs_of
 
-    return [programs_of(config, plan, model.define(model.config.replace(num_layers=layers), plan.partition), device,
+    return [programs_of(config, layout, model.define(model.config.replace(num_layers=layers), layout.partition), device,
                         _say) for layers in (1, 2)]
 
 

@@ -94,7 +94,7 @@ def _plan(
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan as text and for --json."""
     from jaxpaged.engine.planning import lengths_of_interest
-    from jaxpaged.engine.startup import model_of, plan_engine, temporaries_matter
+    from jaxpaged.engine.startup import layout_of, model_of, temporaries_matter
     from jaxpaged.loading.checkpoint import read_config
     from jaxpaged.loading.hub import resolve_config
 
@@ -104,11 +104,11 @@ def _plan(
     if compiling:
         _say("compiling the largest step ...")
     with compiling_for(device_name):
-        plan = plan_engine(config, model_of(config, hf, device.platform), device, _say, compiling=compiling)
-    memory = plan.memory
-    lengths = sorted(set(lengths or lengths_of_interest(plan.max_model_len)))
+        layout = layout_of(config, model_of(config, hf, device.platform), device, _say, compiling=compiling)
+    memory = layout.memory
+    lengths = sorted(set(lengths or lengths_of_interest(layout.max_model_len)))
     text = memory.lines(device.kind, tuple(lengths))
-    text.append(f"  {plan.definition.num_parameters:,} parameters in {plan.dtype.name}; temporaries are "
+    text.append(f"  {layout.definition.num_parameters:,} parameters in {layout.dtype.name}; temporaries are "
                 f"{'those of the compiled step' if compiling else 'an upper bound, not compiled'}")
     return text, {
         "device": device.kind,
@@ -116,13 +116,13 @@ def _plan(
         "pool_bytes": memory.pool_bytes,
         "tokens": memory.tokens,
         "temporaries_compiled": compiling,
-        "parameters": plan.definition.num_parameters,
-        "dtype": plan.dtype.name,
-        "kv_cache_dtype": plan.cache.dtype.name,
-        "max_model_len": plan.max_model_len,
-        "max_num_seqs": plan.shape.max_num_seqs,
-        "max_num_batched_tokens": plan.max_num_batched_tokens,
-        "step_sizes": list(plan.shape.sizes),
+        "parameters": layout.definition.num_parameters,
+        "dtype": layout.dtype.name,
+        "kv_cache_dtype": layout.cache.dtype.name,
+        "max_model_len": layout.max_model_len,
+        "max_num_seqs": layout.shape.max_num_seqs,
+        "max_num_batched_tokens": layout.max_num_batched_tokens,
+        "step_sizes": list(layout.shape.sizes),
         "concurrent_requests": {str(length): memory.concurrent(length) for length in lengths},
     }
 

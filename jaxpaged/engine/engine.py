@@ -58,7 +58,7 @@ class Engine:
         self.info: EngineInfo = ready.info
         self._runner: ModelRunner = ready.runner
         self._allocator = BlockAllocator(ready.info.num_blocks)
-        self._host = HostTier(ready.info.num_host_blocks, ready.chunk_sizes) if ready.info.num_host_blocks else None
+        self._host = HostTier(ready.info.num_host_blocks, ready.transfer_sizes) if ready.info.num_host_blocks else None
         self._scheduler = Scheduler(
             self._allocator,
             block_size=ready.info.block_size,

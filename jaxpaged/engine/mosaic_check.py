@@ -36,7 +36,7 @@ from jaxpaged.pallas_kernels.work_list import make_work_list
 
 logger = logging.getLogger(__name__)
 
-MOST_SECONDS = 90.0  # mostly of importing, starting CUDA and compiling
+MAX_SECONDS = 90.0  # mostly of importing, starting CUDA and compiling
 _KILL_SECONDS = 5.0  # a process whose GPU hangs may not end even when killed
 PROGRAM = (sys.executable, "-m", "jaxpaged.engine.mosaic_check")
 TOKENS = 16  # of the step that is tried
@@ -63,7 +63,7 @@ class Case:
                    dtype.name, sorted(windows, key=lambda window: window or 0), model.attention_softcap)
 
 
-def failure_of(case: Case, seconds: float = MOST_SECONDS, program: Sequence[str] = PROGRAM) -> str | None:
+def failure_of(case: Case, seconds: float = MAX_SECONDS, program: Sequence[str] = PROGRAM) -> str | None:
     """Try a case in a process of its own; None if all is well, else what happened, for people."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -85,7 +85,7 @@ def failure_of(case: Case, seconds: float = MOST_SECONDS, program: Sequence[str]
         return f"it failed with {lines[-1][:300] if lines else f'exit code {code}'}" if code else None
 
 
-def settle_gpu_attention(
+def choose_gpu_attention(
     wanted: str, model: ModelConfig, page_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype, device: DeviceInfo,
     find_failure: Callable[[Case], str | None] = failure_of,
 ) -> str:
@@ -105,7 +105,7 @@ def settle_gpu_attention(
 
 def main(argv: Sequence[str]) -> int:
     """Try the case that the one argument holds as JSON; 0 if the results are right."""
-    signal.alarm(int(2 * MOST_SECONDS))  # a hanging process ends even where nobody is left to kill it
+    signal.alarm(int(2 * MAX_SECONDS))  # a hanging process ends even where nobody is left to kill it
     case = Case(**json.loads(argv[0]))
     device = select_device("cpu" if case.interpret else "cuda").devices[0]
     target = GpuTarget((9, 0), 1, interpret=True, mosaic=True) if case.interpret else GpuTarget.of(device, "mosaic")

@@ -32,7 +32,7 @@ from jaxpaged.execution.step_shape import StepShape, step_sizes
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily
 from jaxpaged.models.transformer import Transformer
-from jaxpaged.pallas_kernels.kv_pages import most_addressable, page_dtype
+from jaxpaged.pallas_kernels.kv_pages import max_addressable, page_dtype
 
 Report = Callable[[str], None]
 
@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 TRIAL_LAYERS = 2
 TRIAL_BLOCKS = 64
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_USABLE_SHARE = 0.97  # of a GPU's memory: its driver keeps some
+MAX_USABLE_SHARE = 0.97  # of a GPU's memory: its driver keeps some
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class ModelDefinition:
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlan:
+class EngineLayout:
     """Every size that the engine runs with."""
 
     definition: ModelDefinition
@@ -110,15 +110,15 @@ def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition
     return ModelDefinition(held, graph, shapes, axes_tree(shapes, family.weights), stored, config.vocab_size)
 
 
-def temporaries_by_bound(plan: EnginePlan, model: ModelConfig, tokens: int | None = None) -> int:
+def temporaries_by_bound(layout: EngineLayout, model: ModelConfig, tokens: int | None = None) -> int:
     """Bytes that the largest step takes for itself on each device at most, where no compiler tells.
 
     Args:
         tokens: of another largest step.
     """
-    tokens = tokens or plan.max_num_batched_tokens
-    return temporary_bound(model, num_devices=plan.partition.size, tokens=tokens,
-                           samples=plan.shape.samples_of(tokens), itemsize=plan.dtype.itemsize)
+    tokens = tokens or layout.max_num_batched_tokens
+    return temporary_bound(model, num_devices=layout.partition.size, tokens=tokens,
+                           samples=layout.shape.samples_of(tokens), itemsize=layout.dtype.itemsize)
 
 
 def model_dtype(wanted: str, model: ModelConfig, platform: str) -> jnp.dtype:
@@ -135,22 +135,22 @@ def model_dtype(wanted: str, model: ModelConfig, platform: str) -> jnp.dtype:
     return jnp.dtype(wanted)
 
 
-def make_plan(
+def make_layout(
     config: EngineConfig,
     model: ModelConfig,
     device: DeviceDescription,
     *,
     dtype: jnp.dtype,
     definition: Callable[[ModelConfig, Partition], ModelDefinition],
-    temporaries: Callable[["EnginePlan"], int],
+    temporaries: Callable[["EngineLayout"], int],
     report: Report,
-) -> EnginePlan:
+) -> EngineLayout:
     """Plan the engine.
 
     Args:
         model: the model as its checkpoint describes it.
         definition: see `define`.
-        temporaries: bytes that the largest step takes for itself on each device; called with a plan whose pool is
+        temporaries: bytes that the largest step takes for itself on each device; called with a layout whose pool is
             small. A step's temporaries do not depend on the pool.
         report: takes a line where the context had to be lowered.
 
@@ -166,7 +166,7 @@ def make_plan(
     whole = definition(model, partition)
     memory_bytes = device.memory_bytes // partition.size if on_cpu else device.memory_bytes
 
-    def plan(num_blocks: int | None, temporary_bytes: int) -> EnginePlan:
+    def layout_with(num_blocks: int | None, temporary_bytes: int) -> EngineLayout:
         memory = plan_memory(
             num_devices=partition.size, memory_bytes=memory_bytes,
             weight_bytes=shard_bytes(whole.shapes, whole.axes, partition), temporary_bytes=temporary_bytes,
@@ -177,16 +177,16 @@ def make_plan(
         shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),
                           config.block_size, memory.num_blocks, max(NUM_TOP, config.max_logprobs),
                           config.logprobs_mode == "processed_logprobs", config.enable_embeddings)
-        return EnginePlan(whole, partition, dtype, cache, shape, budget, max_model_len, memory)
+        return EngineLayout(whole, partition, dtype, cache, shape, budget, max_model_len, memory)
 
-    temporary_bytes = temporaries(plan(TRIAL_BLOCKS, 0))
-    found = plan(config.num_gpu_blocks_override, temporary_bytes)
+    temporary_bytes = temporaries(layout_with(TRIAL_BLOCKS, 0))
+    found = layout_with(config.num_gpu_blocks_override, temporary_bytes)
     numbers = config.block_size * model.num_kv_heads * model.head_dim // partition.kv
-    addressable = most_addressable(found.memory.num_blocks, numbers, cache.dtype)
+    addressable = max_addressable(found.memory.num_blocks, numbers, cache.dtype)
     if not on_cpu and addressable < found.memory.num_blocks:
         report(f"the KV pool is lowered from {found.memory.num_blocks:,} blocks to {addressable:,}: of one-byte "
                "numbers the kernels can address 2 GiB per layer")
-        found = plan(addressable, temporary_bytes)
+        found = layout_with(addressable, temporary_bytes)
     if not found.memory.fits:
         raise ConfigError(refusal(found.memory, _remedies(found, config, model, whole, on_cpu)))
     if found.memory.tokens < max_model_len:
@@ -198,15 +198,15 @@ def make_plan(
 
 
 def lengths_of_interest(max_model_len: int) -> tuple[int, ...]:
-    """Request lengths that a plan tells the number of."""
+    """Request lengths for which a memory plan reports the concurrency."""
     return tuple(sorted({max_model_len, *(length for length in (1024, 4096, 16384) if length < max_model_len)}))
 
 
 def _remedies(
-    plan: EnginePlan, config: EngineConfig, model: ModelConfig, whole: ModelDefinition, on_cpu: bool
+    layout: EngineLayout, config: EngineConfig, model: ModelConfig, whole: ModelDefinition, on_cpu: bool
 ) -> list[str]:
     """Flags of which each would make room by itself."""
-    memory, size, least = plan.memory, plan.partition.size, 2 * plan.memory.block_bytes
+    memory, size, least = layout.memory, layout.partition.size, 2 * layout.memory.block_bytes
     fixed = memory.temporary_bytes + memory.reserve_bytes + least
 
     def fits(weight_bytes: int) -> bool:
@@ -225,15 +225,15 @@ def _remedies(
         if count > size and fits(share):
             found.append(f"--tensor-parallel-size {count}, whose devices hold {_gib(share)} of weights each")
             break
-    if plan.dtype.itemsize == 4 and fits(memory.weight_bytes // 2):
+    if layout.dtype.itemsize == 4 and fits(memory.weight_bytes // 2):
         found.append(f"--dtype bfloat16, which halves the weights to {_gib(memory.weight_bytes // 2)}")
     share_needed = math.ceil((memory.weight_bytes + fixed) / memory.memory_bytes * 100) / 100
-    if memory.allowed_bytes / memory.memory_bytes < share_needed <= MOST_USABLE_SHARE:
+    if memory.allowed_bytes / memory.memory_bytes < share_needed <= MAX_USABLE_SHARE:
         found.append(f"--gpu-memory-utilization {share_needed:.2f} or more")
     left = memory.allowed_bytes - memory.weight_bytes - memory.reserve_bytes - least
     if 0 < left < memory.temporary_bytes:
-        tokens = plan.max_num_batched_tokens * left // memory.temporary_bytes
-        while tokens and temporaries_by_bound(plan, model, tokens) > left:
+        tokens = layout.max_num_batched_tokens * left // memory.temporary_bytes
+        while tokens and temporaries_by_bound(layout, model, tokens) > left:
             tokens //= 2
         if tokens:
             found.append(f"--max-num-batched-tokens {tokens} or less")

@@ -15,17 +15,17 @@ from tqdm import tqdm
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
-from jaxpaged.engine.mosaic_check import settle_gpu_attention
+from jaxpaged.engine.mosaic_check import choose_gpu_attention
 from jaxpaged.engine.native_kernels import choose_native
 from jaxpaged.engine.planning import (
     TRIAL_LAYERS,
     DeviceDescription,
-    EnginePlan,
+    EngineLayout,
     ModelDefinition,
     Report,
     define,
     lengths_of_interest,
-    make_plan,
+    make_layout,
     model_dtype,
     temporaries_by_bound,
 )
@@ -35,7 +35,7 @@ from jaxpaged.execution.program_store import stored_blocks
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Partition, Placement
 from jaxpaged.execution.step_functions import Params
-from jaxpaged.execution.step_shape import CHUNK_SIZES, StepShape
+from jaxpaged.execution.step_shape import TRANSFER_SIZES, StepShape
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
@@ -65,7 +65,7 @@ class ReadyModel:
     runner: ModelRunner
     info: EngineInfo
     shape: StepShape
-    chunk_sizes: tuple[int, ...] = ()
+    transfer_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +92,43 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     on_cpu = device.platform == "cpu"
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
         raise ConfigError("--preemption-mode swap needs memory; give --swap-space in GiB")
-    config = replace(config, gpu_attention=settle_gpu_attention(
+    config = replace(config, gpu_attention=choose_gpu_attention(
         config.gpu_attention, model.config, config.block_size, model.dtype,
         page_dtype(config.kv_cache_dtype, model.dtype), device))
-    plan, programs = _plan_programs(config, model, device, report)
-    for line in plan.memory.lines(device.kind, lengths_of_interest(plan.max_model_len)):
+    layout, programs = _layout_and_programs(config, model, device, report)
+    for line in layout.memory.lines(device.kind, lengths_of_interest(layout.max_model_len)):
         report(line)
-    params = _load_and_compile(model, plan.definition, programs, lazily=config.enforce_eager)
+    params = _load_and_compile(model, layout.definition, programs, lazily=config.enforce_eager)
     if on_cpu:
         return_free_memory()
-    pools = plan.cache.allocate(plan.memory.num_blocks, programs.placement.sharding, *[_settle] * on_cpu)
-    runner = ModelRunner(programs, params, pools, plan.shape, stored=plan.definition.stored)
+    pools = layout.cache.allocate(layout.memory.num_blocks, programs.placement.sharding, *[_settle] * on_cpu)
+    runner = ModelRunner(programs, params, pools, layout.shape, stored=layout.definition.stored)
     info = EngineInfo(
         model=config.model,
         architecture=model.config.architecture,
         device=device.kind,
         dtype=str(model.dtype),
         vocab_size=model.config.vocab_size,
-        max_model_len=plan.max_model_len,
+        max_model_len=layout.max_model_len,
         block_size=config.block_size,
-        num_blocks=plan.memory.num_blocks,
-        max_num_seqs=plan.shape.max_num_seqs,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
+        num_blocks=layout.memory.num_blocks,
+        max_num_seqs=layout.shape.max_num_seqs,
+        max_num_batched_tokens=layout.max_num_batched_tokens,
         num_programs=len(programs.names()),
-        weight_bytes=plan.definition.weight_bytes,
-        kv_cache_bytes=plan.memory.pool_bytes,
+        weight_bytes=layout.definition.weight_bytes,
+        kv_cache_bytes=layout.memory.pool_bytes,
         start_seconds=time.monotonic() - began,
         eos_token_ids=model.config.eos_token_ids,
-        num_host_blocks=config.swap_bytes(device.platform) // plan.cache.block_bytes,
+        num_host_blocks=config.swap_bytes(device.platform) // layout.cache.block_bytes,
         attention=programs.attention,
         num_compiled=programs.num_compiled,
     )
-    return ReadyModel(runner, info, plan.shape, programs.chunk_sizes)
+    return ReadyModel(runner, info, layout.shape, programs.transfer_sizes)
 
 
-def plan_engine(
+def layout_of(
     config: EngineConfig, model: ModelSource, device: DeviceInfo, report: Report, *, compiling: bool = True
-) -> EnginePlan:
+) -> EngineLayout:
     """Every size that the engine runs with; the device may be one that programs can only be compiled for, or none.
 
     Args:
@@ -139,14 +139,14 @@ def plan_engine(
     """
     compiling = compiling and temporaries_matter(config, device)
 
-    def temporaries(plan: EnginePlan) -> int:
+    def temporaries(layout: EngineLayout) -> int:
         if not compiling:
-            return temporaries_by_bound(plan, model.config)
+            return temporaries_by_bound(layout, model.config)
         small = model.define(model.config.replace(num_layers=min(TRIAL_LAYERS, model.config.num_layers)),
-                             plan.partition)
-        return programs_of(config, plan, small, device, report).largest_temporaries()
+                             layout.partition)
+        return programs_of(config, layout, small, device, report).largest_temporaries()
 
-    return make_plan(
+    return make_layout(
         config, model.config, DeviceDescription(device.platform, device.kind, device.memory_bytes), dtype=model.dtype,
         definition=model.define, temporaries=temporaries, report=report)
 
@@ -157,37 +157,37 @@ def temporaries_matter(config: EngineConfig, device: DeviceInfo) -> bool:
 
 
 def programs_of(
-    config: EngineConfig, plan: EnginePlan, definition: ModelDefinition, device: DeviceInfo, report: Report,
+    config: EngineConfig, layout: EngineLayout, definition: ModelDefinition, device: DeviceInfo, report: Report,
     store: Path | None = None,
 ) -> ProgramSet:
-    """The programs of a plan, for its own definition or one of fewer layers; none is compiled yet."""
-    native = choose_native(config, device.platform, definition.config, plan.dtype, plan.cache.dtype, report)
+    """The programs of a layout, for its own definition or one of fewer layers; none is compiled yet."""
+    native = choose_native(config, device.platform, definition.config, layout.dtype, layout.cache.dtype, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
-        replace(plan.cache, num_layers=definition.config.num_layers), plan.shape, axes=definition.axes,
-        placement=Placement.of(device.devices, plan.partition), vocab_size=definition.vocab_size, dtype=plan.dtype,
+        replace(layout.cache, num_layers=definition.config.num_layers), layout.shape, axes=definition.axes,
+        placement=Placement.of(device.devices, layout.partition), vocab_size=definition.vocab_size, dtype=layout.dtype,
         platform=device.platform, native=native, gpu_attention=config.gpu_attention, store=store,
-        chunk_sizes=CHUNK_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
+        transfer_sizes=TRANSFER_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
 
 
-def _plan_programs(
+def _layout_and_programs(
     config: EngineConfig, model: ModelSource, device: DeviceInfo, report: Report
-) -> tuple[EnginePlan, ProgramSet]:
-    """The plan and its programs, those of --compiled where they fit."""
+) -> tuple[EngineLayout, ProgramSet]:
+    """The layout and its programs, those of --compiled where they fit."""
     if config.compiled:
         store = Path(config.compiled).expanduser()
         # The number of blocks is a part of every program: unless a flag sets it, it is that of the store.
         blocks = stored_blocks(store) if config.kv_cache_memory_bytes is None else None
         like_the_store = replace(config, num_gpu_blocks_override=config.num_gpu_blocks_override or blocks)
         try:
-            plan = plan_engine(like_the_store, model, device, report, compiling=False)
-            programs = programs_of(config, plan, plan.definition, device, report, store)
+            layout = layout_of(like_the_store, model, device, report, compiling=False)
+            programs = programs_of(config, layout, layout.definition, device, report, store)
             if programs.uses_store:
-                return plan, programs
+                return layout, programs
         except ConfigError as error:
             report(f"{store} is not used: {error}")
-    plan = plan_engine(config, model, device, report)
-    return plan, programs_of(config, plan, plan.definition, device, report)
+    layout = layout_of(config, model, device, report)
+    return layout, programs_of(config, layout, layout.definition, device, report)
 
 
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:

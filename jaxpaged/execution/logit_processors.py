@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
-from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
+from jaxpaged.execution.vocab_shards import ONE_SHARD, VocabShards
 
 Rows = Any  # a numpy array on the host, a jax.Array on the device
 
@@ -23,7 +23,7 @@ _NO_TOKEN = -1
 _ALL = np.uint32(0xFFFFFFFF)
 # A bias of 100 is documented to decide alone, one of -100 to exclude, at any temperature that is of use.
 _FORCE, _BAN = 1e4, -np.inf
-_MOST_REPETITION = 1e20  # beyond it logits would leave float32's range
+_MAX_REPETITION = 1e20  # beyond it logits would leave float32's range
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +84,7 @@ def processors_of(
 ) -> ProcessorState:
     """The row [1, ...] of a request that has these tokens: what the steps until now would have left."""
     params, row = request.params, neutral_processors(1, vocab_size)
-    row.repetition[0] = np.clip(params.repetition_penalty, 1 / _MOST_REPETITION, _MOST_REPETITION)
+    row.repetition[0] = np.clip(params.repetition_penalty, 1 / _MAX_REPETITION, _MAX_REPETITION)
     row.presence[0], row.frequency[0] = params.presence_penalty, params.frequency_penalty
     if params.has_penalties:
         output = np.bincount(np.asarray(output_ids, np.int64), minlength=vocab_size)
@@ -111,7 +111,7 @@ def processors_of(
 
 def process_logits(
     logits: jax.Array, state: ProcessorState, slot: jax.Array, active: jax.Array, position: jax.Array,
-    step_allowed: jax.Array, vocabulary: Vocabulary = WHOLE, *, branches: bool = True,
+    step_allowed: jax.Array, shards: VocabShards = ONE_SHARD, *, branches: bool = True,
 ) -> jax.Array:
     """The logits that are drawn from; minus infinity for what must not come.
 
@@ -125,14 +125,14 @@ def process_logits(
         active: [B] bool, whether the slot's row counts.
         position: [B] int32, that the new token will have.
         step_allowed: [B, W] uint32, tokens that may come in this very step, whatever `active` says.
-        vocabulary: how devices share the logits, and the counts with them.
+        shards: how devices share the logits, and the counts with them.
         branches: leave out what no row asks for. On a GPU each branch would cut the program's CUDA graph in two.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
     repetition = jnp.where(active, state.repetition[slot], 1)
     presence = jnp.where(active, state.presence[slot], 0)
     frequency = jnp.where(active, state.frequency[slot], 0)
-    bias_id = jnp.where(active[:, None], vocabulary.column(logits, state.bias_id[slot]), vocab)
+    bias_id = jnp.where(active[:, None], shards.column(logits, state.bias_id[slot]), vocab)
     last = jnp.where(active[:, None], state.bad_words[slot, :, -1], _NO_TOKEN)
     held = jnp.where((position < state.held_until[slot])[:, None], state.held_back[slot], 0)
     bits = step_allowed & jnp.where(active[:, None], state.allowed[slot] & ~held, _ALL)
@@ -150,11 +150,11 @@ def process_logits(
     def forbid_words(logits: jax.Array) -> jax.Array:
         before, recent = state.bad_words[slot, :, :-1], state.recent[slot]
         complete = jnp.all((before == _NO_TOKEN) | (before == recent[:, None, :]), axis=-1) & (last >= 0)
-        return logits.at[rows, jnp.where(complete, vocabulary.column(logits, last), vocab)].set(-jnp.inf, mode="drop")
+        return logits.at[rows, jnp.where(complete, shards.column(logits, last), vocab)].set(-jnp.inf, mode="drop")
 
     def forbid_tokens(logits: jax.Array) -> jax.Array:
         spread = bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-        here = lax.dynamic_slice_in_dim(spread.reshape(bits.shape[0], -1), vocabulary.first(logits), vocab, axis=1)
+        here = lax.dynamic_slice_in_dim(spread.reshape(bits.shape[0], -1), shards.first(logits), vocab, axis=1)
         return jnp.where(here == 1, logits, -jnp.inf)
 
     for wanted, change in (
@@ -168,14 +168,14 @@ def process_logits(
 
 
 def note_tokens(
-    state: ProcessorState, slot: jax.Array, active: jax.Array, ids: jax.Array, vocabulary: Vocabulary = WHOLE
+    state: ProcessorState, slot: jax.Array, active: jax.Array, ids: jax.Array, shards: VocabShards = ONE_SHARD
 ) -> ProcessorState:
     """The state once these ids [B] have been drawn; negative ones stand for none."""
     taken = jnp.where(active & (ids >= 0), slot, state.recent.shape[0])  # beyond the end: dropped
     shifted = jnp.concatenate([state.recent[slot, 1:], ids[:, None]], axis=1)
     return replace(
         state,
-        counts=state.counts.at[taken, vocabulary.column(state.counts, jnp.maximum(ids, 0))].add(2, mode="drop"),
+        counts=state.counts.at[taken, shards.column(state.counts, jnp.maximum(ids, 0))].add(2, mode="drop"),
         recent=state.recent.at[taken].set(shifted, mode="drop"),
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxpaged.core.messages import TokenLogprobs
-from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
+from jaxpaged.execution.vocab_shards import ONE_SHARD, VocabShards
 
 NUM_TOP = 32  # alternatives found at least: a beam search of width 16 wants twice as many
 
@@ -21,7 +21,7 @@ BestTokens = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # see `bes
 
 
 def packed_logprobs(
-    logits: jax.Array, ids: jax.Array, num_top: int, vocabulary: Vocabulary = WHOLE, best: BestTokens | None = None
+    logits: jax.Array, ids: jax.Array, num_top: int, shards: VocabShards = ONE_SHARD, best: BestTokens | None = None
 ) -> jax.Array:
     """Log probabilities of one token per row and of the row's best tokens.
 
@@ -29,30 +29,30 @@ def packed_logprobs(
         logits: [B, V] float32; minus infinity is a probability of zero.
         ids: [B] int32, the tokens that are there.
         num_top: number of alternatives, at most V.
-        vocabulary: how devices share the logits.
+        shards: how devices share the logits.
         best: in place of `best_tokens`.
 
     Returns:
         [B, 2 + 2 * num_top] int32: logprob, rank, ids of the best, their logprobs; floats as their bits.
     """
-    highest = vocabulary.max("highest", jnp.max(logits, axis=-1, keepdims=True))
-    mass = vocabulary.sum("mass", jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True))
+    highest = shards.max("highest", jnp.max(logits, axis=-1, keepdims=True))
+    mass = shards.sum("mass", jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True))
     total = highest + jnp.log(mass)  # [B, 1]
-    column = vocabulary.column(logits, jnp.maximum(ids, 0))[:, None]
+    column = shards.column(logits, jnp.maximum(ids, 0))[:, None]
     here = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=0)
-    chosen = vocabulary.sum("chosen", here)
-    rank = 1 + vocabulary.sum("rank", jnp.sum(logits > chosen, axis=-1, keepdims=True, dtype=jnp.int32))
-    values, top = best_tokens(logits, num_top, vocabulary) if best is None else best(logits, num_top)
+    chosen = shards.sum("chosen", here)
+    rank = 1 + shards.sum("rank", jnp.sum(logits > chosen, axis=-1, keepdims=True, dtype=jnp.int32))
+    values, top = best_tokens(logits, num_top, shards) if best is None else best(logits, num_top)
     return jnp.concatenate([_bits(chosen - total), rank, top, _bits(values - total)], axis=1)
 
 
-def best_tokens(logits: jax.Array, count: int, vocabulary: Vocabulary = WHOLE) -> tuple[jax.Array, jax.Array]:
+def best_tokens(logits: jax.Array, count: int, shards: VocabShards = ONE_SHARD) -> tuple[jax.Array, jax.Array]:
     """The `count` largest logits of each row in order, and their ids: [B, count] float32 and int32."""
     values, ids = lax.top_k(logits, min(count, logits.shape[1]))
-    ids = ids.astype(jnp.int32) + vocabulary.first(logits)
-    if vocabulary.axis is not None:  # the best of the best of each device, which are in the order of their ids
-        values, place = lax.top_k(vocabulary.gather("best", values), count)
-        ids = jnp.take_along_axis(vocabulary.gather("best", ids), place, axis=1)
+    ids = ids.astype(jnp.int32) + shards.first(logits)
+    if shards.axis is not None:  # the best of the best of each device, which are in the order of their ids
+        values, place = lax.top_k(shards.gather("best", values), count)
+        ids = jnp.take_along_axis(shards.gather("best", ids), place, axis=1)
     return values, ids
 
 

@@ -97,7 +97,7 @@ class ModelRunner:
         self._stored = params if stored is None else stored
         slots = shape.max_num_seqs + 1
         self._pools = pools
-        self._host = HostBlocks(programs, programs.host_memory)
+        self._host = HostBlocks(programs, programs.host_memory_kind)
         everywhere = programs.placement.sharding()
         self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=everywhere)
         self._last_id = jnp.zeros(slots, jnp.int32, device=everywhere)

@@ -30,7 +30,7 @@ from jaxpaged.execution.logit_processors import ProcessorState, neutral_processo
 from jaxpaged.execution.program_store import ProgramStore, StoreError, digest, environment_key
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
-from jaxpaged.execution.step_functions import XLA_ALONE, NativeKernels, Params, StepFunctions
+from jaxpaged.execution.step_functions import XLA_ONLY, NativeKernels, Params, StepFunctions
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, ProgramName, StepShape
 from jaxpaged.models.attention import uses_mosaic
 from jaxpaged.models.config import ModelConfig
@@ -68,7 +68,7 @@ class ProgramSet:
         native: parts that do not run on XLA.
         gpu_attention: see `EngineConfig`.
         store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
-        chunk_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
+        transfer_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
 
     Raises:
         ConfigError: the device cannot work with the dtype of the pools, or with `gpu_attention`.
@@ -87,13 +87,13 @@ class ProgramSet:
         vocab_size: int,
         dtype: jnp.dtype,
         platform: str,
-        native: NativeKernels = XLA_ALONE,
+        native: NativeKernels = XLA_ONLY,
         gpu_attention: str = "auto",
         store: Path | None = None,
-        chunk_sizes: Sequence[int] = (),
+        transfer_sizes: Sequence[int] = (),
     ) -> None:
         self._cache = cache
-        self.chunk_sizes = tuple(chunk_sizes)
+        self.transfer_sizes = tuple(transfer_sizes)
         self._config = config
         self._shape = shape
         self._platform = platform
@@ -174,7 +174,7 @@ class ProgramSet:
             ("admit_full", 1),
             ("copy", COPY_BLOCKS),
             ("prompt_logprobs", SCORED_ROWS),
-            *((kind, count) for kind in ("gather", "scatter") for count in self.chunk_sizes),
+            *((kind, count) for kind in ("gather", "scatter") for count in self.transfer_sizes),
             *((("hidden", SCORED_ROWS),) if self._shape.embeddings else ()),
         )
 
@@ -231,7 +231,7 @@ class ProgramSet:
             self._store = None
 
     @property
-    def host_memory(self) -> str | None:
+    def host_memory_kind(self) -> str | None:
         """JAX's name of the memory of the host that blocks are moved to; None where they are in it already."""
         return None if self._platform == "cpu" else "pinned_host"
 

@@ -17,14 +17,14 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from jaxpaged.core.messages import EngineRequest
-from jaxpaged.execution.vocabulary import WHOLE, Vocabulary
+from jaxpaged.execution.vocab_shards import ONE_SHARD, VocabShards
 from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN
 
 Rows = jax.Array | np.ndarray  # one entry per row, on the device or still on the host
 
 _LOW_HALF = 0xFFFFFFFF
-_LEAST_TOP_P = 1e-30
-_MOST_TEMPERATURE = 1e30
+_MIN_TOP_P = 1e-30
+_MAX_TEMPERATURE = 1e30
 _SHARED_BITS = 4
 
 
@@ -61,7 +61,7 @@ def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
         return np.array([*values, *[padding] * (rows - len(values))], dtype)
 
     return SamplingState(
-        temperature=column([0 if item.greedy else min(item.temperature, _MOST_TEMPERATURE) for item in params], 0,
+        temperature=column([0 if item.greedy else min(item.temperature, _MAX_TEMPERATURE) for item in params], 0,
                            np.float32),
         top_k=column([item.top_k if 0 < item.top_k < 2**31 else 0 for item in params], 0, np.int32),
         top_p=column([item.top_p for item in params], 1, np.float32),
@@ -75,7 +75,7 @@ def state_of(requests: Sequence[EngineRequest], rows: int) -> SamplingState:
 
 
 def sample(
-    logits: jax.Array, state: SamplingState, position: jax.Array, vocabulary: Vocabulary = WHOLE
+    logits: jax.Array, state: SamplingState, position: jax.Array, shards: VocabShards = ONE_SHARD
 ) -> jax.Array:
     """Pick one token per row.
 
@@ -83,38 +83,38 @@ def sample(
         logits: [B, V] float32, or the part of it that this device has.
         state: the rows' parameters.
         position: [B] int32, the sequence position that the new token will have.
-        vocabulary: how devices share the logits.
+        shards: how devices share the logits.
 
     Returns:
         [B] int32; FAILED_TOKEN where a row's logits are not finite.
     """
     # XLA's maximum on CPU passes over NaN: as plus infinity it shows there.
-    highest = vocabulary.max("highest", jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
-    greedy = _first_index(logits, highest, vocabulary)
-    drawn = lax.cond(jnp.any(state.temperature > 0), partial(_draw, vocabulary), lambda *_: greedy,
+    highest = shards.max("highest", jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
+    greedy = _first_index(logits, highest, shards)
+    drawn = lax.cond(jnp.any(state.temperature > 0), partial(_draw, shards), lambda *_: greedy,
                      logits, state, position, highest)
     ids = jnp.where(state.temperature > 0, drawn, greedy)
     return jnp.where(jnp.isfinite(highest), ids, FAILED_TOKEN)
 
 
-def _first_index(values: jax.Array, wanted: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def _first_index(values: jax.Array, wanted: jax.Array, shards: VocabShards) -> jax.Array:
     """Smallest index of `wanted` in each row; two plain reductions, quicker on CPU than argmax."""
-    index, last = vocabulary.index(values), vocabulary.size(values) - 1
-    return vocabulary.min("index", jnp.min(jnp.where(values == wanted[:, None], index, last), axis=-1))
+    index, last = shards.index(values), shards.size(values) - 1
+    return shards.min("index", jnp.min(jnp.where(values == wanted[:, None], index, last), axis=-1))
 
 
 def _draw(
-    vocabulary: Vocabulary, logits: jax.Array, state: SamplingState, position: jax.Array, highest: jax.Array
+    shards: VocabShards, logits: jax.Array, state: SamplingState, position: jax.Array, highest: jax.Array
 ) -> jax.Array:
     temperature = jnp.where(state.temperature > 0, state.temperature, 1)
     # Subtracted first, the best is exactly 0 at any temperature.
     scaled = (logits - highest[:, None]) / temperature[:, None]
-    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p, vocabulary, jnp.zeros_like(highest))
+    kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p, shards, jnp.zeros_like(highest))
     keys = jax.vmap(_row_key)(state.seed, state.choice, position)
-    noise = jax.vmap(_gumbel)(jax.random.key_data(keys), vocabulary.index(scaled))
+    noise = jax.vmap(_gumbel)(jax.random.key_data(keys), shards.index(scaled))
     perturbed = jnp.where(kept, scaled + noise, -jnp.inf)
-    best = vocabulary.max("drawn", jnp.max(perturbed, axis=-1))
-    return _first_index(perturbed, best, vocabulary)
+    best = shards.max("drawn", jnp.max(perturbed, axis=-1))
+    return _first_index(perturbed, best, shards)
 
 
 def _gumbel(key: jax.Array, index: jax.Array) -> jax.Array:
@@ -132,7 +132,7 @@ def _row_key(seed: Rows, choice: Rows, position: jax.Array) -> jax.Array:
 
 
 def keep_mask(
-    scaled: jax.Array, top_k: Rows, top_p: Rows, min_p: Rows, vocabulary: Vocabulary = WHOLE,
+    scaled: jax.Array, top_k: Rows, top_p: Rows, min_p: Rows, shards: VocabShards = ONE_SHARD,
     highest: jax.Array | None = None,
 ) -> jax.Array:
     """Which tokens survive min-p, then top-k, then top-p over what is left; ties at a cut-off all stay.
@@ -140,15 +140,15 @@ def keep_mask(
     Args:
         scaled: [B, V] logits after temperature.
         top_k, top_p, min_p: [B].
-        vocabulary: how devices share the logits.
+        shards: how devices share the logits.
         highest: [B] the rows' largest, if it is known.
 
     Returns:
         bool [B, V]; the most probable token always stays.
     """
-    vocab = vocabulary.size(scaled)
+    vocab = shards.size(scaled)
     if highest is None:
-        highest = vocabulary.max("highest", jnp.max(scaled, axis=-1))
+        highest = shards.max("highest", jnp.max(scaled, axis=-1))
     relative = scaled - highest[:, None]
     kept = relative >= jnp.log(min_p)[:, None]
     order = _ordered_bits(relative)
@@ -156,14 +156,14 @@ def keep_mask(
     def cut_top_k(kept: jax.Array) -> jax.Array:
         wanted = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
         ones = jnp.ones_like(scaled)
-        return kept & (order >= _threshold("top_k", order, ones, wanted.astype(jnp.float32), vocabulary)[:, None])
+        return kept & (order >= _threshold("top_k", order, ones, wanted.astype(jnp.float32), shards)[:, None])
 
     def cut_top_p(kept: jax.Array) -> jax.Array:
         mass = jnp.where(kept, jnp.exp(relative), 0)
         # The most probable token's mass is 1; a top_p that float32 rounds to zero must not count as no cut.
-        total = vocabulary.sum("mass", jnp.sum(mass, axis=-1))
-        wanted = jnp.where(top_p < 1, jnp.maximum(top_p, _LEAST_TOP_P) * total, 0)
-        return kept & (order >= _threshold("top_p", order, mass, wanted, vocabulary)[:, None])
+        total = shards.sum("mass", jnp.sum(mass, axis=-1))
+        wanted = jnp.where(top_p < 1, jnp.maximum(top_p, _MIN_TOP_P) * total, 0)
+        return kept & (order >= _threshold("top_p", order, mass, wanted, shards)[:, None])
 
     kept = lax.cond(jnp.any((top_k > 0) & (top_k < vocab)), cut_top_k, lambda same: same, kept)
     return lax.cond(jnp.any(top_p < 1), cut_top_p, lambda same: same, kept) | (relative == 0)
@@ -176,22 +176,22 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 
 
 def _threshold(
-    name: str, order: jax.Array, weight: jax.Array, wanted: jax.Array, vocabulary: Vocabulary
+    name: str, order: jax.Array, weight: jax.Array, wanted: jax.Array, shards: VocabShards
 ) -> jax.Array:
     """[B] uint32: the largest number t for which the weights of `order >= t` still sum up to `wanted`.
 
     `wanted` <= 0 cuts nothing. Devices that share the vocabulary find four bits in each pass, and not one: 8 sums of 15
     numbers per row cross between them, and not 32.
     """
-    bits = 1 if vocabulary.axis is None else _SHARED_BITS
+    bits = 1 if shards.axis is None else _SHARED_BITS
 
     def body(step: jax.Array, threshold: jax.Array) -> jax.Array:
         shift = (32 - bits - bits * step).astype(jnp.uint32)
         candidates = [threshold | (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
         held = [jnp.sum(jnp.where(order >= candidate[:, None], weight, 0), axis=-1) for candidate in candidates]
-        if vocabulary.axis is None:
+        if shards.axis is None:
             return jnp.where((held[0] >= wanted) & (wanted > 0), candidates[0], threshold)
-        enough = (vocabulary.sum(name, jnp.stack(held, axis=1)) >= wanted[:, None]) & (wanted > 0)[:, None]
+        enough = (shards.sum(name, jnp.stack(held, axis=1)) >= wanted[:, None]) & (wanted > 0)[:, None]
         return threshold | (jnp.sum(enough, axis=1, dtype=jnp.uint32) << shift)
 
     return lax.fori_loop(0, 32 // bits, body, jnp.zeros(order.shape[0], jnp.uint32))

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxpaged.core.errors import ConfigError
-from jaxpaged.execution.vocabulary import Vocabulary
+from jaxpaged.execution.vocab_shards import VocabShards
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.weight_rules import Axes, WeightRule
 
@@ -143,9 +143,9 @@ class Placement:
         return TENSOR if self.mesh else None
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def vocab_shards(self) -> VocabShards:
         """How the devices share logits."""
-        return Vocabulary(self.axis, self.partition.size)
+        return VocabShards(self.axis, self.partition.size)
 
     def sharding(self, spec: PartitionSpec = REPLICATED) -> jax.sharding.Sharding:
         return NamedSharding(self.mesh, spec) if self.mesh else SingleDeviceSharding(self.devices[0])

@@ -16,7 +16,7 @@ from jaxpaged.execution.sampler import SamplingState, sample
 from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_input import unpack_step
 from jaxpaged.execution.step_shape import StepShape
-from jaxpaged.execution.vocabulary import Vocabulary
+from jaxpaged.execution.vocab_shards import VocabShards
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import use_native_products
@@ -37,7 +37,7 @@ class NativeKernels:
     linear: bool = False
 
 
-XLA_ALONE = NativeKernels()
+XLA_ONLY = NativeKernels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StepFunctions:
         # What one device has of it.
         config = self.config.replace(num_heads=self.config.num_heads // partition.size,
                                       num_kv_heads=self.config.num_kv_heads // partition.kv)
-        vocabulary, vocab_size = self.placement.vocabulary, self.vocab_size
+        shards, vocab_size = self.placement.vocab_shards, self.vocab_size
 
         def forward(
             params: Params,
@@ -100,14 +100,14 @@ class StepFunctions:
             sample_row = jnp.arange(size) if samples_all else rows.sample_row
             row = jnp.minimum(sample_row, size - 1)
             logits, pools = model(ids, row, pools, meta)
-            logits = vocabulary.hide_padding(logits, vocab_size)
+            logits = shards.hide_padding(logits, vocab_size)
             return logits, pools, block_table, rows.sample_slot, rows.position[row] + 1
 
         return forward
 
     def score(self, size: int) -> Callable[..., tuple[Pools, jax.Array, jax.Array]]:
         """Log probabilities of prompt tokens."""
-        forward, vocabulary = self.forward(size, samples_all=True), self.placement.vocabulary
+        forward, shards = self.forward(size, samples_all=True), self.placement.vocab_shards
         num_top, target = self.num_top, None if self.placement.mesh else self.target
 
         def score(
@@ -117,7 +117,7 @@ class StepFunctions:
             no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
             logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
             best = None if target is None else partial(top_tokens, wanted=jnp.ones(size, jnp.bool_), target=target)
-            told = packed_logprobs(logits, packed[4 * size :], num_top, vocabulary, best)
+            told = packed_logprobs(logits, packed[4 * size :], num_top, shards, best)
             return pools, block_table, told
 
         return score
@@ -140,7 +140,7 @@ class StepFunctions:
         """Draws that need no more than temperature, top-k, top-p and min-p."""
         # The kernel needs the whole of each row; what several devices share is XLA's.
         if self.target is None or self.placement.mesh:
-            return partial(_sample, self.placement.vocabulary)
+            return partial(_sample, self.placement.vocab_shards)
         return partial(_sample_in_kernel, self.target)
 
     def full_sample(self) -> Callable[..., tuple[jax.Array, ProcessorState, jax.Array, jax.Array]]:
@@ -149,7 +149,7 @@ class StepFunctions:
             return partial(_sample_full_in_kernels, num_top=self.num_top, target=self.target,
                            processed_logprobs=self.shape.processed_logprobs)
         return partial(_sample_full, num_top=self.num_top, processed_logprobs=self.shape.processed_logprobs,
-                       vocabulary=self.placement.vocabulary)
+                       shards=self.placement.vocab_shards)
 
     @property
     def num_top(self) -> int:
@@ -158,12 +158,12 @@ class StepFunctions:
 
 
 def _sample(
-    vocabulary: Vocabulary, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
+    shards: VocabShards, state: SamplingState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
     position: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Ids [B], and the slots' last ids with them written."""
     rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
-    ids = sample(logits, rows, position, vocabulary)
+    ids = sample(logits, rows, position, shards)
     return ids, last_id.at[slot].set(jnp.maximum(ids, 0))
 
 
@@ -177,13 +177,13 @@ def _sample_in_kernel(
 
 def _sample_full(
     state: SamplingState, processors: ProcessorState, last_id: jax.Array, logits: jax.Array, slot: jax.Array,
-    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, vocabulary: Vocabulary,
+    position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, shards: VocabShards,
 ) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
     """Ids [B], both states of the slots with them written, and log probabilities [B, 2 + 2 * num_top]."""
     rows: SamplingState = jax.tree.map(lambda leaf: leaf[slot], state)
     ids, processors, logprobs = sample_full(
         logits, rows, processors, slot, position, step_allowed, num_top=num_top, processed_logprobs=processed_logprobs,
-        vocabulary=vocabulary)
+        shards=shards)
     return ids, processors, last_id.at[slot].set(jnp.maximum(ids, 0)), logprobs
 
 

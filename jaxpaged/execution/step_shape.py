@@ -10,7 +10,7 @@ SCORED_ROWS = 64  # of one `prompt_logprobs` program: logits of a whole step wou
 ADMIT_SIZES = (1, 8)
 TABLE_ROWS = 8
 COPY_BLOCKS = 8
-CHUNK_SIZES = {"cpu": (8, 1), "cuda": (64, 8, 1)}  # blocks that move from or to host memory at once
+TRANSFER_SIZES = {"cpu": (8, 1), "cuda": (64, 8, 1)}  # blocks that move from or to host memory at once
 
 
 def step_sizes(max_num_batched_tokens: int, platform: str) -> tuple[int, ...]:

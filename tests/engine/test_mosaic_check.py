@@ -11,8 +11,8 @@ import pytest
 
 from bench.bench_aot import MODELS
 from jaxpaged.core.config import EngineConfig
-from jaxpaged.engine.mosaic_check import Case, failure_of, settle_gpu_attention
-from jaxpaged.engine.startup import model_of, plan_engine, programs_of
+from jaxpaged.engine.mosaic_check import Case, choose_gpu_attention, failure_of
+from jaxpaged.engine.startup import layout_of, model_of, programs_of
 from jaxpaged.execution import aot
 from jaxpaged.execution.devices import DeviceInfo
 from jaxpaged.execution.gpu_targets import find_gpu
@@ -94,7 +94,7 @@ def test_what_goes_wrong_costs_one_warning(
         return failure_of(SMALL, seconds, (sys.executable, "-c", code))
 
     with caplog.at_level(logging.WARNING):
-        found = settle_gpu_attention("auto", MODEL, 16, BFLOAT16, BFLOAT16, device("h200"), find_failure)
+        found = choose_gpu_attention("auto", MODEL, 16, BFLOAT16, BFLOAT16, device("h200"), find_failure)
     assert found == "triton"
     [record] = caplog.records
     assert told in record.getMessage() and "Triton computes it" in record.getMessage()
@@ -104,7 +104,7 @@ def test_what_is_right_or_was_asked_for_stays(caplog: pytest.LogCaptureFixture) 
     def fail(case: Case) -> str:
         raise AssertionError("nothing is to be tried")
 
-    settle = partial(settle_gpu_attention, model=MODEL, page_size=16, dtype=BFLOAT16, cache_dtype=BFLOAT16)
+    settle = partial(choose_gpu_attention, model=MODEL, page_size=16, dtype=BFLOAT16, cache_dtype=BFLOAT16)
     tried: list[Case] = []
     assert settle("auto", device=device("h200"), find_failure=lambda case: tried.append(case)) == "auto"
     assert tried == [Case(4, 2, 64, 16, "bfloat16", [None])]
@@ -129,8 +129,8 @@ def test_a_store_made_ahead_holds_mosaic_and_is_not_used_where_the_trial_fails(
     def programs(wanted: str, store: Path | None) -> ProgramSet:
         config = EngineConfig(model="none", device="cuda", num_gpu_blocks_override=64, gpu_attention=wanted)
         source = model_of(config, MODELS["smollm2-135m"], "cuda")
-        plan = plan_engine(config, source, h200, print, compiling=False)
-        return programs_of(config, plan, plan.definition, h200, print, store)
+        layout = layout_of(config, source, h200, print, compiling=False)
+        return programs_of(config, layout, layout.definition, h200, print, store)
 
     ahead = programs("auto", None)
     assert ahead.attention == "Mosaic GPU below 32 tokens in a step, Triton above"

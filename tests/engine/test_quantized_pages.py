@@ -18,7 +18,7 @@ from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.models.attention import make_metadata
 from jaxpaged.pallas_kernels import kv_write, reference
-from jaxpaged.pallas_kernels.kv_pages import LARGEST, most_addressable, page_dtype, quantize
+from jaxpaged.pallas_kernels.kv_pages import LARGEST, max_addressable, page_dtype, quantize
 from jaxpaged.text.tokenizer import load_tokenizer
 from tests.models.test_models import load
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_weights, write_model
@@ -64,8 +64,8 @@ def test_what_a_block_takes() -> None:
 @pytest.mark.parametrize(("num_pages", "wanted"), [(2**17 - 1, 2**17 - 1), (2**17, 2**17 - 1), (2**18, 2**17 - 1),
                                                    (2**18 + 1, 2**18 + 1)])
 def test_pools_of_bytes_stay_out_of_the_range_that_kernels_cannot_address(num_pages: int, wanted: int) -> None:
-    assert most_addressable(num_pages, 2**14, jnp.dtype(jnp.int8)) == wanted
-    assert most_addressable(num_pages, 2**14, jnp.dtype(jnp.bfloat16)) == num_pages
+    assert max_addressable(num_pages, 2**14, jnp.dtype(jnp.int8)) == wanted
+    assert max_addressable(num_pages, 2**14, jnp.dtype(jnp.bfloat16)) == num_pages
 
 
 TEXT = """The steam engine turned heat into work. Water was boiled in an iron vessel, and the steam pushed a piston,

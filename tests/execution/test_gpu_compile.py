@@ -242,12 +242,12 @@ def test_a_step_of_the_engine_over_8_bit_pages(name: str, dtype: str, tmp_path: 
     """With --kv-cache-dtype: numbers and scales are updated in place, in one CUDA graph, nothing spilled."""
     gpu = find_gpu(name)
     device = DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, aot.compile_only_devices(gpu))
-    programs, plan = engine_programs(MODELS["smollm2-135m"], device, 2, kv_cache_dtype=dtype)
-    assert plan.cache.dtype.itemsize == 1 and programs.attention == "Triton"
+    programs, layout = engine_programs(MODELS["smollm2-135m"], device, 2, kv_cache_dtype=dtype)
+    assert layout.cache.dtype.itemsize == 1 and programs.attention == "Triton"
     with aot.no_persistent_cache():
         facts = aot.analyse(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path,
                             kernels="paged_attention|rotary_kv_write")
-    pools = jax.tree.leaves(replace(plan.cache, num_layers=2).shapes(plan.shape.num_blocks))
+    pools = jax.tree.leaves(replace(layout.cache, num_layers=2).shapes(layout.shape.num_blocks))
     assert facts.alias_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in pools)
     assert max((op.num_bytes for op in facts.copies), default=0) < 2**20
     assert facts.command_buffers == 1 and not facts.outside_graphs

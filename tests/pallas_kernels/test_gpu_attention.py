@@ -25,12 +25,12 @@ from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alib
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled, quantize
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
-from jaxpaged.pallas_kernels.work_list import WorkSizes, make_work_list, most_tiles
+from jaxpaged.pallas_kernels.work_list import WorkSizes, make_work_list, max_tiles
 from tests.pallas_kernels.test_paged_attention import Batch, Piece, Shape, expected, lengths, make_batch, mixed
 
 # A GPU of 4 multiprocessors: grids are small, and contexts are split into several chunks all the same.
 TARGET = GpuTarget((9, 0), 4, interpret=True)
-LEAST_CHUNK = 32  # tokens; the product's own would split nothing here
+MIN_CHUNK = 32  # tokens; the product's own would split nothing here
 QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
 
 
@@ -60,7 +60,7 @@ def compiled(shape: Shape, variant: Variant) -> Callable[..., Any]:
     tiles = paged_attention.choose_tiles(TARGET, shape.tokens, shape.group, shape.head_dim, variant.dtype,
                                          variant.page_dtype)
     sizes = paged_attention.work_sizes(TARGET, tiles, shape.tokens, shape.slots, heads, shape.kv_heads)
-    sizes = replace(sizes, least_chunk=LEAST_CHUNK)
+    sizes = replace(sizes, min_chunk=MIN_CHUNK)
     rule = AttentionRule(SCALE, variant.window, variant.softcap)
 
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
@@ -249,7 +249,7 @@ def test_small_values_in_8_bits_are_not_lost_in_float16(page_dtype: Any) -> None
 @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
 def by_xla(q: Any, pages: Any, table: Any, slot: Any, position: Any) -> jax.Array:
     sizes = xla_paged_attention.TileSizes()
-    work = xla_paged_attention.make_work_list(slot, position, table.shape[0] - 1, sizes)
+    work = xla_paged_attention.make_tile_list(slot, position, table.shape[0] - 1, sizes)
     return xla_paged_attention.paged_attention(q, pages, table, work, AttentionRule(SCALE), HeadBias(), sizes)
 
 
@@ -310,7 +310,7 @@ def test_the_work_list_covers_every_context_once(pieces: list[Piece], cut: tuple
         slot[row : row + piece.new] = index
         position[row : row + piece.new] = np.arange(piece.context - piece.new, piece.context)
         row += piece.new
-    sizes = WorkSizes(tile_tokens, most_tiles(tokens, slots, tile_tokens), num_extra, LEAST_CHUNK)
+    sizes = WorkSizes(tile_tokens, max_tiles(tokens, slots, tile_tokens), num_extra, MIN_CHUNK)
     work = jax.tree.map(np.asarray, quick_work_list(jnp.asarray(slot), jnp.asarray(position), slots, sizes, window))
     wanted, found = set(), []
     for index in range(row):
@@ -334,7 +334,7 @@ def test_the_work_list_covers_every_context_once(pieces: list[Piece], cut: tuple
 def test_the_work_list_of_a_prompt_of_a_million_tokens() -> None:
     """Its tiles see more than 2^31 tokens together, and all of them are in the items."""
     tokens, start = 2400, 1_000_000
-    sizes = WorkSizes(1, most_tiles(tokens, 1, 1), 100, 256)
+    sizes = WorkSizes(1, max_tiles(tokens, 1, 1), 100, 256)
     position = start + jnp.arange(tokens, dtype=jnp.int32)
     work = quick_work_list(jnp.zeros(tokens, jnp.int32), position, 1, sizes, None)
     items = np.asarray(work.items, np.int64)

@@ -28,7 +28,7 @@ from tests.pallas_kernels.test_paged_attention import Batch, Piece, Shape, expec
 
 # Small enough that the interpreter's grid is; contexts are split into several chunks all the same.
 TARGET = GpuTarget((9, 0), 1, interpret=True, mosaic=True)
-LEAST_CHUNK = 64
+MIN_CHUNK = 64
 SCALE = 0.25
 
 
@@ -37,7 +37,7 @@ def run(shape: Shape, batch: Batch, dtype: Any, window: int | None, softcap: flo
     tiles = paged_attention.choose_tiles(TARGET, shape.tokens, shape.group, shape.head_dim, dtype, dtype)
     assert tiles.mosaic
     sizes = paged_attention.work_sizes(TARGET, tiles, shape.tokens, shape.slots, heads, shape.kv_heads)
-    sizes = replace(sizes, least_chunk=LEAST_CHUNK, num_extra=4)
+    sizes = replace(sizes, min_chunk=MIN_CHUNK, num_extra=4)
     work = make_work_list(jnp.asarray(batch.slot), jnp.asarray(batch.position), shape.slots, sizes, window)
     attend = jax.jit(partial(paged_attention.paged_attention, rule=AttentionRule(SCALE, window, softcap),
                              bias=HeadBias(), tiles=tiles, target=TARGET))
@@ -83,7 +83,7 @@ def test_against_float64_without_races(
     np.testing.assert_allclose(found[:rows], wanted[:rows], atol=3e-2 if dtype == jnp.bfloat16 else 4e-3)
     assert np.isfinite(found).all(), "rows of padding must be finite"
     lengths = [min(piece.context, (window or piece.context) + piece.new - 1) for piece in pieces]
-    assert (max(lengths, default=0) > LEAST_CHUNK) == bool(np.asarray(work.splits)[:, 1].any())
+    assert (max(lengths, default=0) > MIN_CHUNK) == bool(np.asarray(work.splits)[:, 1].any())
 
 
 def test_a_read_before_the_barrier_is_found() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxpaged.pallas_kernels import kv_write, reference, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages
-from jaxpaged.pallas_kernels.xla_paged_attention import TileSizes, make_work_list
+from jaxpaged.pallas_kernels.xla_paged_attention import TileSizes, make_tile_list
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def expected(batch: Batch, pieces: Sequence[Piece], scale: float, *, window: int
 def compiled(sizes: TileSizes, scale: float) -> Callable[..., jax.Array]:
     @jax.jit
     def run(q: Any, k_pool: Any, v_pool: Any, table: Any, slot: Any, position: Any) -> jax.Array:
-        work = make_work_list(slot, position, table.shape[0] - 1, sizes)
+        work = make_tile_list(slot, position, table.shape[0] - 1, sizes)
         return xla_paged_attention.paged_attention(q, KVPages(k_pool, v_pool), table, work, AttentionRule(scale),
                                                    HeadBias(), sizes)
 
@@ -150,7 +150,7 @@ def check(shape: Shape, pieces: Sequence[Piece], seed: int = 0, *, sizes: TileSi
 SMALL = Shape()
 DECODE = Shape(tokens=8, slots=8)
 # Small chunks, groups and tiles, so that few tokens cross many of their borders.
-FINE = TileSizes(group=2, group_chunk=16, tile_rows=4, tile_chunk=32, least_tiled=16)
+FINE = TileSizes(group=2, group_chunk=16, tile_rows=4, tile_chunk=32, min_tiled_rows=16)
 
 lengths = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 95, 96])
 
@@ -271,7 +271,7 @@ def test_the_work_list_covers_every_row_once(sizes: TileSizes) -> None:
     pieces = [Piece(33, 11), Piece(9), Piece(64, 1), Piece(40, 20), Piece(5, 5)]
     batch = make_batch(SMALL, pieces, np.random.default_rng(2))
     slot, position = jnp.asarray(batch.slot), jnp.asarray(batch.position)
-    work = jax.tree.map(np.asarray, make_work_list(slot, position, SMALL.slots, sizes))
+    work = jax.tree.map(np.asarray, make_tile_list(slot, position, SMALL.slots, sizes))
     assert work.num_single == len(work.row[: work.num_single])
     covered = list(work.row[: work.num_single])
     assert list(work.context[: work.num_single]) == sorted(work.context[: work.num_single], reverse=True)

@@ -14,20 +14,20 @@ from jax import lax
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabShards:
     """How [B, V] is cut.
 
     Attributes:
         axis: the mesh axes that share it; None where one device has it all, and nothing here costs anything.
-        shards: their size.
+        count: the number of devices.
     """
 
     axis: tuple[str, ...] | None = None
-    shards: int = 1
+    count: int = 1
 
     def size(self, part: jax.Array) -> int:
-        """V, of a device's part [B, V / shards]."""
-        return part.shape[1] * self.shards
+        """V, of a device's part [B, V / count]."""
+        return part.shape[1] * self.count
 
     def first(self, part: jax.Array) -> jax.Array | int:
         """Index in the whole vocabulary of a part's first column."""
@@ -73,4 +73,4 @@ class Vocabulary:
             return reduce(part, self.axis)
 
 
-WHOLE = Vocabulary()
+ONE_SHARD = VocabShards()
