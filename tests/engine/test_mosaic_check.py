@@ -27,7 +27,7 @@ BFLOAT16 = jnp.dtype(jnp.bfloat16)
 SMALL = Case(group=4, kv_heads=1, head_dim=64, page_size=32, dtype="bfloat16", interpret=True)
 SPOILED = """
 import sys
-from jaxpaged import mosaic_check
+from jaxpaged.engine import mosaic_check
 from jaxpaged.pallas_kernels import mosaic_attention
 
 right = mosaic_attention.attend
