@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from jaxpaged import __version__
 from jaxpaged.core.errors import EngineDeadError, RequestError
+from jaxpaged.core.limits import LIMITS
 from jaxpaged.server.engine.output_stream import RequestFailedError, StreamClosedError
 from jaxpaged.server.gate import Gate
 from jaxpaged.server.protocol.body import Body
@@ -37,7 +38,7 @@ def make_app(api: Api) -> FastAPI:
         properties["model"]["enum"] = [*api.names, None]
         for name in ("n", "best_of"):
             if name in properties:
-                properties[name]["maximum"] = api.request_limits.max_n
+                properties[name]["maximum"] = api.max_n
         content = {"required": True, "content": {"application/json": {"schema": schema}}}
         app.add_api_route(path, route, methods=["POST"], openapi_extra={"requestBody": content})
     for path, route in (("/v1/models", api.models), ("/health", api.health), ("/ping", api.health),
@@ -52,7 +53,7 @@ def make_app(api: Api) -> FastAPI:
     app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Gate, keys=api.config.api_key, longest_id=api.config.limits.max_request_id_chars)
+    app.add_middleware(Gate, keys=api.config.api_key, longest_id=LIMITS.max_request_id_chars)
     # Outermost: a browser asks for permission before it sends the key.
     app.add_middleware(CORSMiddleware, allow_origins=list(api.config.allowed_origins), allow_methods=["*"],
                        allow_headers=["*"], expose_headers=["x-request-id"])

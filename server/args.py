@@ -1,4 +1,4 @@
-"""Flags of the server: read from the fields of its configs and their limits, so that each has one home.
+"""Flags of the server, made from the fields of its two configs, so that each is defined once.
 
 Only the standard library is imported here: `--help` and a typo answer at once.
 """
@@ -11,72 +11,62 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged import __version__
-from jaxpaged.core.config import NOT_SUPPORTED, EngineConfig
+from jaxpaged.core.compatibility import OLD_FLAGS
+from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
-from jaxpaged.core.flags import GROUPS, Parser, add_flags, flag_of, new_parser, parse_flags, settle_model
-from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.flags import Parser, add_flags, flag_of, new_parser, parse_flags, settle_model
 from jaxpaged.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from jaxpaged.server.protocol.http_limits import HttpLimits
-
-_OLD_SWITCHES = {
-    "--use-v2-block-manager": "there is one block manager",
-    "--enable-dynamic-batching": "continuous batching is always on",
-    "--use-contiguous-batching": "continuous batching is always on",
-    "--disable-log-requests": "requests are logged only with --enable-log-requests",
-    "--trust-remote-code": "code in model folders is never run",
-}
-_OLD_OPTIONS = {"--max-paddings": "use --max-num-batched-tokens to bound the size of a step"}
 
 
-def _flag(default: Any, help: str, *, show: bool = True, **more: Any) -> Any:
-    return field(default=default, repr=show, metadata={"help": help, "group": "server", **more})
+def _flag(default: Any, help: str, *, group: str = "server", show: bool = True, **more: Any) -> Any:
+    return field(default=default, repr=show, metadata={"help": help, "group": group, **more})
+
+
+def _seconds(default: float, help: str) -> Any:
+    return _flag(default, help, group="limits", metavar="SECONDS")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What the HTTP side is told; EngineConfig holds the rest.
-
-    Times are seconds, sizes bytes.
+    """All settings of the HTTP side; `EngineConfig` has the engine's. Times are seconds, sizes bytes.
 
     Raises:
         ConfigError: a value that cannot work, or one that is not supported yet; the text says what to change.
     """
 
-    host: str = _flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine alone")
-    port: int = _flag(8000, "port to listen on; 0 takes a free one")
-    served_model_name: tuple[str, ...] = _flag((), "names that requests may use for the model (default: as given)",
+    host: str = _flag("0.0.0.0", "address to listen on; 127.0.0.1 for this machine only")
+    port: int = _flag(8000, "port to listen on; 0 for any free one")
+    served_model_name: tuple[str, ...] = _flag((), "names that requests may use for the model (default: MODEL)",
                                                metavar="NAME")
-    api_key: tuple[str, ...] = _flag((), "keys of which requests must send one as a bearer token; every route "
-                                     "but /health, /ping and the page at / asks for it", metavar="KEY", show=False)
+    api_key: tuple[str, ...] = _flag((), "accepted bearer tokens; with one, every route but /health, /ping and the "
+                                     "page at / requires it", metavar="KEY", show=False)
     ssl_keyfile: str | None = _flag(None, "private key for https", metavar="FILE")
     ssl_certfile: str | None = _flag(None, "certificate for https", metavar="FILE")
     allowed_origins: tuple[str, ...] = _flag(("*",), "origins of web pages that may call the API, or a JSON list",
                                              metavar="ORIGIN")
     root_path: str = _flag("", "path prefix under which a proxy serves the API", metavar="PATH")
-    shutdown_timeout: float = _flag(30.0, "seconds that running requests get to finish after SIGTERM or SIGINT",
-                                    metavar="SECONDS")
-    engine_timeout: float = _flag(60.0, "seconds without a sign of life from the engine until /health turns 503",
-                                  metavar="SECONDS")
-    body_timeout: float = _flag(60.0, "seconds that a client gets to send a request's body", metavar="SECONDS")
-    keep_alive_timeout: int = _flag(65, "seconds that an idle connection stays open", metavar="SECONDS")
-    stream_keep_alive: float = _flag(15.0, "seconds without news after which a stream gets a comment, so that neither "
-                                     "clients nor proxies give up on a long prompt; 0 for none", metavar="SECONDS")
     uvicorn_log_level: str = _flag("info", "log level of the HTTP server",
                                    choices=("critical", "error", "warning", "info", "debug", "trace"))
     disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
     enable_log_requests: bool = _flag(False, "log the sizes and sampling parameters of each request, never its text")
     disable_log_stats: bool = _flag(False, "no statistics in the log every 10 seconds")
-    enable_reset_prefix_cache: bool = _flag(False, "offer POST /reset_prefix_cache")
-    chat_template_timeout: float = _flag(10.0, "seconds that the chat template may take on one conversation",
-                                         metavar="SECONDS")
-    structured_outputs_timeout: float = _flag(2.0, "seconds that compiling a schema, regular expression or grammar "
-                                                   "may take", metavar="SECONDS")
-    enable_auto_tool_choice: bool = _flag(False, "let the model call tools of its own accord; needs --tool-call-parser")
-    tool_call_parser: str | None = _flag(None, "how the model writes tool calls; hermes is Qwen's way too",
+    enable_reset_prefix_cache: bool = _flag(False, "serve POST /reset_prefix_cache")
+    enable_auto_tool_choice: bool = _flag(False, "let the model decide to call tools; needs --tool-call-parser")
+    tool_call_parser: str | None = _flag(None, "format of the model's tool calls; Qwen writes hermes, too",
                                          choices=tuple(TOOL_PARSERS))
-    reasoning_parser: str | None = _flag(None, "how the model writes its reasoning: in <think> tags, always "
-                                         "(deepseek_r1) or where it opens them (qwen3)", choices=REASONING_PARSERS)
-    limits: HttpLimits = field(default_factory=HttpLimits)
+    reasoning_parser: str | None = _flag(None, "separate reasoning in <think> tags from the answer: for models that "
+                                         "always reason (deepseek_r1) or that open the tag themselves (qwen3)",
+                                         choices=REASONING_PARSERS)
+    max_connections: int = _flag(0, "maximum number of open connections; 0: as many as the process may open files",
+                                 group="limits")
+    max_request_bytes: int = _flag(2**23, "maximum size of a request body", group="limits")
+    body_timeout: float = _seconds(60.0, "time for a client to send a request's body")
+    keep_alive_timeout: int = _seconds(65, "time that an idle connection stays open")
+    chat_template_timeout: float = _seconds(10.0, "time for the chat template to render one conversation")
+    structured_outputs_timeout: float = _seconds(2.0, "time to compile one schema, regular expression or grammar")
+    stream_keep_alive: float = _seconds(15.0, "idle streams receive an SSE keep-alive comment this often; 0: never")
+    engine_timeout: float = _seconds(60.0, "time without a message from the engine until /health answers 503")
+    shutdown_timeout: float = _seconds(30.0, "time for running requests to finish after SIGTERM or SIGINT")
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
@@ -93,6 +83,10 @@ class ServerConfig:
                 raise ConfigError(f"{flag_of(name)}: there is no file {path}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError("--root-path must begin with a slash and not end with one")
+        for name, minimum, maximum in (("max_request_bytes", 1024, 2**40), ("max_connections", 0, 2**20)):
+            value = getattr(self, name)
+            if type(value) is not int or not minimum <= value <= maximum:
+                raise ConfigError(f"{flag_of(name)} must be an integer from {minimum} to {maximum}, not {value!r}")
         for name in ("shutdown_timeout", "stream_keep_alive"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{flag_of(name)} must be at least 0 seconds, not {getattr(self, name)}")
@@ -106,7 +100,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The command line, read: what each side is told, and warnings to log once."""
+    """The parsed command line, and warnings to log once."""
 
     server: ServerConfig
     engine: EngineConfig
@@ -137,20 +131,20 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> 
             given = {**from_file, **given, "old_flags": old}
         settle_model(given)
         warnings = tuple(dict.fromkeys(given.pop("old_flags", [])))
-        engine = EngineConfig(**_those_of(EngineConfig, given), limits=RequestLimits(**_those_of(RequestLimits, given)))
-        server = ServerConfig(**_those_of(ServerConfig, given), limits=HttpLimits(**_those_of(HttpLimits, given)))
+        engine = EngineConfig(**_fields_of(EngineConfig, given))
+        server = ServerConfig(**_fields_of(ServerConfig, given))
     except ConfigError as error:
         parser.error(str(error))
     return Arguments(server, engine, warnings)
 
 
-def _those_of(config: type, given: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(config: type, given: dict[str, Any]) -> dict[str, Any]:
     names = {item.name for item in fields(config)}
     return {name: value for name, value in given.items() if name in names}
 
 
 class _OldFlag(argparse.Action):
-    """A flag of older releases: no effect, one warning."""
+    """A flag without effect: one warning."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
@@ -163,11 +157,10 @@ def _make_parser(prog: str) -> Parser:
     parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
                         help="show the version and exit")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; those of the command line win")
-    add_flags(parser, (EngineConfig, ServerConfig, RequestLimits, HttpLimits), GROUPS, NOT_SUPPORTED)
-    for name, reason in _OLD_SWITCHES.items():
-        parser.add_argument(name, action=_OldFlag, nargs=0, const=reason, help=argparse.SUPPRESS)
-    for name, reason in _OLD_OPTIONS.items():
-        parser.add_argument(name, action=_OldFlag, const=reason, help=argparse.SUPPRESS)
+    add_flags(parser, (EngineConfig, ServerConfig))
+    for name, (takes_value, reason) in OLD_FLAGS.items():
+        parser.add_argument(name, action=_OldFlag, nargs=None if takes_value else 0, const=reason,
+                            help=argparse.SUPPRESS)
     return parser
 
 

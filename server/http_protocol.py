@@ -56,7 +56,7 @@ def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"
 
         def send_400_response(self, msg: str) -> None:
             if self._too_long:
-                msg = f"The request's line and headers exceed {max_head_bytes} bytes (--max-head-bytes)."
+                msg = f"The request's line and headers exceed {max_head_bytes} bytes."
             super().send_400_response(msg)
 
     return BoundedHead

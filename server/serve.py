@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from jaxpaged.core.errors import ConfigError, EngineDeadError, JaxpagedError
+from jaxpaged.core.limits import LIMITS
 from jaxpaged.frontend.input_processor import InputProcessor, default_sampling_params
 from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.loading.hub import resolve_model
@@ -112,20 +113,20 @@ class _Server:
 
         names = self._config.served_model_name or (config.model,)
         defaults = default_sampling_params(read_generation_config(path)) if config.generation_config == "auto" else {}
-        self._grammars = GrammarProcesses(config.limits, timeout=self._config.structured_outputs_timeout)
+        self._grammars = GrammarProcesses(timeout=self._config.structured_outputs_timeout)
         inputs = InputProcessor(
             tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             kv_capacity=(info.num_blocks - 1) * info.block_size,  # one block holds nothing
-            max_logprobs=config.max_logprobs, eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids),
-            takes_priorities=config.scheduling_policy == "priority", limits=config.limits,
-            make_grammar=self._grammars.grammar)
+            max_n=config.max_n, max_logprobs=config.max_logprobs,
+            eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids),
+            takes_priorities=config.scheduling_policy == "priority", make_grammar=self._grammars.grammar)
         self._metrics = Metrics(names[0], info, kv_cache_dtype=config.kv_cache_dtype,
                                 prefix_caching=config.enable_prefix_caching)
         self._client.serve(info, tokenizer, self._metrics)
         if tokenizer.hf.chat_template:
             self._templates = TemplateProcesses(tokenizer.own_chat_template(), count=TOKENISE_THREADS,
                                                 timeout=self._config.chat_template_timeout,
-                                                memory=self._config.limits.max_template_bytes)
+                                                memory=LIMITS.max_template_bytes)
             tokenizer.render_chat_template = self._templates.render
         self._api = Api(self._config, self._client, inputs, self._metrics, names=names, defaults=defaults,
                         info=info, tokenizer=tokenizer, embeddings=config.enable_embeddings)
@@ -134,14 +135,13 @@ class _Server:
         from jaxpaged.server.app import make_app
 
         assert self._api is not None and self._metrics is not None
-        limits = self._config.limits
         self._http = _Http(uvicorn.Config(
             make_app(self._api), log_config=None, log_level=self._config.uvicorn_log_level,
-            access_log=not self._config.disable_access_log, http=http_protocol(limits.max_head_bytes),
-            h11_max_incomplete_event_size=limits.max_head_bytes, ws="none", lifespan="off",
+            access_log=not self._config.disable_access_log, http=http_protocol(LIMITS.max_head_bytes),
+            h11_max_incomplete_event_size=LIMITS.max_head_bytes, ws="none", lifespan="off",
             server_header=False, timeout_keep_alive=self._config.keep_alive_timeout,
             timeout_graceful_shutdown=CLOSE_SECONDS,
-            limit_concurrency=limits.max_connections or max(16, self._files - 64),
+            limit_concurrency=self._config.max_connections or max(16, self._files - 64),
             ssl_keyfile=self._config.ssl_keyfile, ssl_certfile=self._config.ssl_certfile))
         statistics = None if self._config.disable_log_stats else asyncio.create_task(_log_statistics(self._metrics))
         await self._http.serve([self._listener])

@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # its rooms read.
 PLACES = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
           "models.__main__": "entry", "server.args": "server.args", "server.logs": "server.logs"}
-ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers", "server.protocol")), "server.logs": ((), ())}
+ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers")), "server.logs": ((), ())}
 MAX_FLOORS = 9
 
 

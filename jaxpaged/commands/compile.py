@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpaged.commands.plan import add_device_flag, compiling_for, device_named
-from jaxpaged.core.config import NOT_SUPPORTED, EngineConfig
+from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, JaxpagedError
-from jaxpaged.core.flags import GROUPS, add_flags, new_parser, parse_flags, settle_model
+from jaxpaged.core.flags import add_flags, new_parser, parse_flags, settle_model
 
 if TYPE_CHECKING:
     import jax
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.comp
     parser.add_argument("--jobs", metavar="N", type=int, help="programs to compile at once (default: one per core)")
     parser.add_argument("--no-kernels", action="store_true",
                         help="do not compile a second time, for a GPU, to count kernels and command buffers")
-    add_flags(parser, (EngineConfig,), GROUPS, NOT_SUPPORTED, leave_out=("device", "compiled"))
+    add_flags(parser, (EngineConfig,), leave_out=("device", "compiled"))
     given = parse_flags(parser, argv if argv is not None else sys.argv[1:])
     device, out = given.pop("device", "auto"), given.pop("out", None)
     jobs, kernels = given.pop("jobs", None), not given.pop("no_kernels", False)

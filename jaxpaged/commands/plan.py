@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, NOT_SUPPORTED, EngineConfig
+from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import ConfigError, JaxpagedError
-from jaxpaged.core.flags import GROUPS, Parser, add_flags, new_parser, parse_flags, settle_model
+from jaxpaged.core.flags import Parser, add_flags, new_parser, parse_flags, settle_model
 
 if TYPE_CHECKING:
     import jax
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.plan
     parser.add_argument("--no-compile", action="store_true",
                         help="take the bound of the temporaries instead of compiling the largest step")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    add_flags(parser, (EngineConfig,), GROUPS, NOT_SUPPORTED, leave_out=("device",))
+    add_flags(parser, (EngineConfig,), leave_out=("device",))
     given = parse_flags(parser, argv if argv is not None else sys.argv[1:])
     device, lengths = given.pop("device", "auto"), given.pop("lengths", None)
     no_compile, as_json = given.pop("no_compile", False), given.pop("json", False)

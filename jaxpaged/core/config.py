@@ -8,9 +8,10 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from jaxpaged.core.compatibility import UNSUPPORTED_CONFIG
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.core.flags import flag_of
-from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.sampling_params import MAX_N
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_SWAP_BYTES = 4 * 2**30  # on GPU
@@ -26,9 +27,9 @@ def _flag(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine is told; what it learns later is never written back here.
+    """All settings of the engine. What it learns later is never written back here.
 
-    None means "chosen from the device and the model"; the start-up line tells what was chosen.
+    None means "chosen from the device and the model"; the start-up line says what was chosen.
 
     Raises:
         ConfigError: a value that cannot work, or one that is not supported yet; the text says what to change.
@@ -39,22 +40,23 @@ class EngineConfig:
     tokenizer: str | None = _flag(None, "directory, .gguf file or hub id of the tokenizer, if not the model's",
                                   group="model")
     revision: str | None = _flag(None, "branch, tag or commit of a hub model", group="model")
-    download_dir: str | None = _flag(None, "where downloads are kept (default: the user's cache)", group="model")
-    hf_overrides: dict[str, Any] | None = _flag(None, "JSON object laid over the model's config.json", group="model")
+    download_dir: str | None = _flag(None, "directory for downloads (default: the user's cache)", group="model")
+    hf_overrides: dict[str, Any] | None = _flag(None, "JSON object with values to override in config.json",
+                                                group="model")
     dtype: str = _flag("auto", "dtype of weights and activations; auto: the checkpoint's on GPU, float32 on CPU",
                        choices=("auto", "float32", "bfloat16", "float16"), group="model")
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens (default: the model's)",
                                       group="model")
     quantization: str | None = _flag(None, "quantisation of the checkpoint", group="model")
     load_format: str = _flag("auto", "format of the weights", choices=("auto", "safetensors", "gguf"), group="model")
-    seed: int | None = _flag(None, "makes requests without a seed repeatable", group="model")
+    seed: int | None = _flag(None, "seed of requests that set none", group="model")
     chat_template: str | None = _flag(None, "file with a chat template, or the template itself", group="model")
-    generation_config: str = _flag("auto", "auto: sampling defaults of the model's files; vllm: the API's",
+    generation_config: str = _flag("auto", "sampling defaults; auto: from the model's files; vllm: the API's",
                                    choices=("auto", "vllm"), group="model")
-    device: str = _flag("auto", "where to run", choices=("auto", "cpu", "cuda"), group="memory")
+    device: str = _flag("auto", "device to run on", choices=("auto", "cpu", "cuda"), group="memory")
     block_size: int = _flag(16, "tokens in one KV block", choices=BLOCK_SIZES, group="memory")
     gpu_memory_utilization: float | None = _flag(
-        None, "share of the device's memory to use, which JAX takes at once; several engines share a GPU by theirs "
+        None, "share of the device's memory to use, allocated at start; engines that share a GPU split it this way "
         f"(default: {DEFAULT_MEMORY_SHARE}; on CPU the pool is min(2 GiB, a quarter of the memory the process may use) "
         "unless this is given)", group="memory")
     kv_cache_memory_bytes: int | None = _flag(None, "size of the KV pool in bytes, instead of a share", group="memory")
@@ -65,7 +67,7 @@ class EngineConfig:
     cpu_attention: str = _flag(
         "auto", "attention on CPU: a native kernel, compiled at the first start, or XLA; auto: native where it can be "
         "built", choices=("auto", "native", "xla"), group="memory")
-    cpu_linear: str = _flag("auto", "products with the weights on CPU, the same way", choices=("auto", "native", "xla"),
+    cpu_linear: str = _flag("auto", "products with the weights on CPU, likewise", choices=("auto", "native", "xla"),
                             group="memory")
     gpu_attention: str = _flag(
         "auto", "how Pallas lowers attention for a GPU; mosaic: steps of few tokens by Mosaic GPU, on one Hopper GPU; "
@@ -73,33 +75,33 @@ class EngineConfig:
         choices=("auto", "triton", "mosaic"), group="memory")
     swap_space: str | None = _flag(
         None, "host memory for evicted KV blocks in GiB, as 16 or 16G (default: 4; on CPU 0)", group="memory")
-    preemption_mode: str = _flag("recompute", "what a preempted request has computed is computed again, or held in "
-                                 "--swap-space until it runs again",
+    preemption_mode: str = _flag("recompute", "KV blocks of a preempted request: compute them again, or hold them in "
+                                 "--swap-space until it resumes",
                                  choices=("recompute", "swap"), group="memory")
     compiled: str | None = _flag(None, "directory of programs compiled ahead of time", group="memory")
     enforce_eager: bool = _flag(False, "compile each program at first use instead of at start", group="memory")
-    max_num_seqs: int | None = _flag(None, "most requests that run at once (default: 256; 32 on CPU)",
+    max_num_seqs: int | None = _flag(None, "maximum number of running requests (default: 256; 32 on CPU)",
                                      group="scheduling")
-    max_num_batched_tokens: int | None = _flag(None, "most tokens in one step (default: 8192; 256 on CPU)",
+    max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step (default: 8192; 256 on CPU)",
                                                group="scheduling")
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of equal prompt prefixes", group="scheduling")
-    enable_chunked_prefill: bool = _flag(True, "process long prompts in pieces beside running requests",
+    enable_chunked_prefill: bool = _flag(True, "process long prompts in chunks beside running requests",
                                          group="scheduling")
-    scheduling_policy: str = _flag("fcfs", "who runs next: first come, first served; the more important; or the "
+    scheduling_policy: str = _flag("fcfs", "order of waiting requests: by arrival (fcfs), by their priority, or by "
                                    "shortest predicted work", choices=("fcfs", "priority", "predicted"),
                                    group="scheduling")
     batch_invariant: bool = _flag(False, "bitwise equal results whatever else is in the batch", group="scheduling")
-    max_waiting_requests: int = _flag(1024, "longest waiting queue; beyond it requests are refused",
-                                      group="scheduling")
-    enable_embeddings: bool = _flag(False, "offer embeddings of prompts; takes one more program", group="server")
-    max_logprobs: int = _flag(20, "most alternatives per position that a request may ask for", group="server")
+    enable_embeddings: bool = _flag(False, "serve /v1/embeddings; compiles one more program", group="server")
     logprobs_mode: str = _flag("raw_logprobs", "log probabilities before or after penalties and temperature",
                                choices=("raw_logprobs", "processed_logprobs"), group="server")
     tensor_parallel_size: int = _flag(1, "devices to shard each layer over", short="-tp", group="parallel")
     pipeline_parallel_size: int = _flag(1, "devices to spread the layers over", short="-pp", group="parallel")
     data_parallel_size: int = _flag(1, "copies of the model", short="-dp", group="parallel")
     enable_expert_parallel: bool = _flag(False, "shard experts over the devices", group="parallel")
-    limits: RequestLimits = field(default_factory=RequestLimits)
+    max_waiting_requests: int = _flag(1024, "maximum length of the waiting queue; further requests are refused",
+                                      group="limits")
+    max_n: int = _flag(128, "largest n and best_of of a request", group="limits")
+    max_logprobs: int = _flag(20, "largest logprobs of a request: alternatives per position", group="limits")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -116,16 +118,16 @@ class EngineConfig:
                      "data_parallel_size"):
             _check_positive(name, getattr(self, name))
         if self.num_gpu_blocks_override is not None:
-            _check_positive("num_gpu_blocks_override", self.num_gpu_blocks_override, least=2)
+            _check_positive("num_gpu_blocks_override", self.num_gpu_blocks_override, minimum=2)
         share = self.gpu_memory_utilization
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
-        if not isinstance(self.max_logprobs, int) or not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.max_logprobs!r}")
+        for name, minimum, maximum in (("max_logprobs", 0, MAX_LOGPROBS), ("max_n", 1, MAX_N)):
+            value = getattr(self, name)
+            if type(value) is not int or not minimum <= value <= maximum:
+                raise ConfigError(f"{name} must be an integer from {minimum} to {maximum}, not {value!r}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        if not isinstance(self.limits, RequestLimits):
-            raise ConfigError("limits must be a RequestLimits; or give one limit as a keyword argument of its own")
         self.swap_bytes("cpu")
         self._refuse_unsupported()
 
@@ -133,7 +135,7 @@ class EngineConfig:
         """Host memory for evicted blocks.
 
         Raises:
-            ConfigError: swap_space is no number of GiB.
+            ConfigError: swap_space is not a number of GiB.
         """
         if self.swap_space is None:
             return 0 if platform == "cpu" else DEFAULT_SWAP_BYTES
@@ -147,7 +149,7 @@ class EngineConfig:
         return int(size * 2**30)
 
     def _refuse_unsupported(self) -> None:
-        for name in NOT_SUPPORTED:
+        for name in UNSUPPORTED_CONFIG:
             item = type(self).__dataclass_fields__[name]
             value = getattr(self, name)
             if value != item.default:
@@ -155,15 +157,12 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> "EngineConfig":
-        """Make a config from keyword arguments, those of its limits and paths included.
+        """Make a config from keyword arguments; a path may be a `Path`.
 
         Raises:
             ConfigError: an unknown keyword, with the nearest one, or a bad value.
         """
-        limits = {item.name: kwargs.pop(item.name) for item in fields(RequestLimits) if item.name in kwargs}
-        if limits:
-            kwargs["limits"] = RequestLimits(**limits)
-        names = [item.name for config in (cls, RequestLimits) for item in fields(config)]
+        names = [item.name for item in fields(cls)]
         for name in kwargs:
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)
@@ -173,13 +172,6 @@ class EngineConfig:
                       for name, value in kwargs.items()})
 
 
-NOT_SUPPORTED = (
-    "quantization", "load_format",
-    "enable_chunked_prefill", "batch_invariant", "pipeline_parallel_size",
-    "data_parallel_size", "enable_expert_parallel",
-)
-
-
-def _check_positive(name: str, value: object, least: int = 1) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
+def _check_positive(name: str, value: object, minimum: int = 1) -> None:
+    if value is not None and (type(value) is not int or value < minimum):
+        raise ConfigError(f"{name} must be an integer of at least {minimum}, not {value!r}")

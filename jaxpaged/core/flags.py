@@ -7,14 +7,15 @@ import argparse
 import difflib
 import json
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
+from jaxpaged.core.compatibility import UNSUPPORTED_CONFIG
 from jaxpaged.core.errors import ConfigError
 
 GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
-          "server": "server", "limits": "limits on what a client may send or ask for"}
+          "server": "server", "limits": "limits and timeouts"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,15 +37,14 @@ def new_parser(prog: str, description: str) -> Parser:
     return parser
 
 
-def add_flags(parser: Parser, configs: Sequence[type], groups: Mapping[str, str], not_supported: Collection[str],
-              leave_out: Collection[str] = ()) -> None:
+def add_flags(parser: Parser, configs: Sequence[type], leave_out: Collection[str] = ()) -> None:
     """Add a flag for each field of these dataclasses that has help; `metadata` has its group, choices, other names."""
-    sections = {name: parser.add_argument_group(title) for name, title in groups.items()}
+    sections = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
     for config in configs:
         types = typing.get_type_hints(config)
         for item in fields(config):
             if item.name not in leave_out and "help" in item.metadata:
-                _add_flag(sections[item.metadata["group"]], item, types[item.name], item.name in not_supported)
+                _add_flag(sections[item.metadata["group"]], item, types[item.name])
 
 
 def settle_model(given: dict[str, Any]) -> None:
@@ -60,11 +60,11 @@ def settle_model(given: dict[str, Any]) -> None:
         raise ConfigError(f"the model is given twice, as {positional} and as --model {given['model']}; keep one")
 
 
-def _add_flag(group: Any, item: Any, kind: Any, not_supported: bool) -> None:
+def _add_flag(group: Any, item: Any, kind: Any) -> None:
     meta = item.metadata
     names = [flag_of(item.name), *(meta[key] for key in ("short", "alias") if key in meta)]
     help = meta["help"]
-    if not_supported:
+    if item.name in UNSUPPORTED_CONFIG:
         only = "on" if item.default is True else item.default
         help += f" (only {only} is supported so far)" if only else " (not supported yet)"
     elif item.default not in (None, False, (), "") and "default:" not in help:

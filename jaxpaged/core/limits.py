@@ -1,101 +1,88 @@
-"""How much one request may hold or ask for. Each limit is a flag of the server and a keyword argument of `LLM`.
+"""How much one request may hold: one table. What a value may be is checked where the value is made."""
 
-What a value may be is checked where the value is made; here is only how many and how large.
-"""
-
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpaged.core.errors import ConfigError, RequestError
-from jaxpaged.core.flags import flag_of
-from jaxpaged.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_N, SamplingParams
+from jaxpaged.core.errors import RequestError
+from jaxpaged.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, SamplingParams
 
 
-def limit(default: int, help: str, *, least: int = 0, most: int | None = None) -> Any:
-    """A field of limits; `most` is what the rest of the program can do."""
-    return field(default=default, metadata={"help": help, "group": "limits", "least": least, "most": most})
-
-
-def check_limits(limits: Any) -> None:
-    """Check the fields of a dataclass of limits.
-
-    Raises:
-        ConfigError: one is out of its range; names the flag.
-    """
-    for item in fields(limits):
-        value, least, most = getattr(limits, item.name), item.metadata["least"], item.metadata["most"]
-        if type(value) is not int or value < least or (most is not None and value > most):
-            span = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-            raise ConfigError(f"{flag_of(item.name)} must be {span}, not {value!r}")
+def _limit(value: int, help: str) -> Any:
+    return field(default=value, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What one request may hold, whoever brings it.
+class Limits:
+    """Bounds that keep one client from holding up the others. They are generous and no flag changes them.
 
-    Raises:
-        ConfigError: a limit that cannot be; names the flag.
+    Sizes are bytes unless they say characters. The bounds that operators do set are flags: see `EngineConfig` and
+    `ServerConfig`.
     """
 
-    max_n: int = limit(128, "most choices of a request (n, best_of)", least=1, most=MAX_N)
-    max_stop_strings: int = limit(64, "most stop strings")
-    max_stop_string_chars: int = limit(4096, "longest stop string")
-    max_stop_token_ids: int = limit(1024, "most ids in stop_token_ids")
-    max_logit_bias: int = limit(MAX_LOGIT_BIAS, "most entries of logit_bias", most=MAX_LOGIT_BIAS)
-    max_allowed_token_ids: int = limit(2**20, "most ids in allowed_token_ids")
-    max_bad_words: int = limit(MAX_BAD_WORDS, "most texts in bad_words", most=MAX_BAD_WORDS)
-    max_bad_word_chars: int = limit(1024, "longest text in bad_words")
-    max_bad_word_tokens: int = limit(MAX_BAD_WORD_TOKENS, "most tokens of a text in bad_words",
-                                     most=MAX_BAD_WORD_TOKENS)
-    max_cache_salt_chars: int = limit(1024, "longest cache_salt")
-    max_messages: int = limit(2**14, "most messages of a conversation", least=1)
-    max_schema_chars: int = limit(2**17, "longest JSON schema")
-    max_schema_depth: int = limit(64, "deepest nesting of a JSON schema", most=256)
-    max_multiple_of: int = limit(100_000, "most remainders of a multipleOf in a JSON schema: each is a state")
-    max_regex_chars: int = limit(2**14, "longest regular expression")
-    max_grammar_chars: int = limit(2**16, "longest Lark or GBNF grammar")
-    max_choices: int = limit(1024, "most texts of a structured choice")
-    max_choices_chars: int = limit(2**16, "most characters of a structured choice's texts together")
-    max_grammar_bytes: int = limit(2**26, "memory that one schema, regular expression, choice or grammar may take "
-                                          "while it is compiled")
-    max_grammar_cache_bytes: int = limit(2**28, "memory of compiled ones that are kept for later requests")
+    # Sampling parameters. The sampling programs have room for so many in each row of the batch.
+    max_logit_bias: int = _limit(MAX_LOGIT_BIAS, "entries of logit_bias")
+    max_bad_words: int = _limit(MAX_BAD_WORDS, "texts in bad_words")
+    max_bad_word_tokens: int = _limit(MAX_BAD_WORD_TOKENS, "tokens of a text in bad_words")
+    max_bad_word_chars: int = _limit(1024, "characters of a text in bad_words")
+    max_stop_strings: int = _limit(64, "stop strings")
+    max_stop_string_chars: int = _limit(4096, "characters of a stop string")
+    max_stop_token_ids: int = _limit(1024, "ids in stop_token_ids")
+    max_allowed_token_ids: int = _limit(2**20, "ids in allowed_token_ids")
+    # Structured outputs. Compiling them takes time and memory, some of it far out of proportion to their length.
+    max_schema_chars: int = _limit(2**17, "characters of a JSON schema")
+    max_schema_depth: int = _limit(64, "levels of a JSON schema")
+    max_multiple_of: int = _limit(100_000, "remainders of a multipleOf in a JSON schema; each is a state")
+    max_regex_chars: int = _limit(2**14, "characters of a regular expression")
+    max_grammar_chars: int = _limit(2**16, "characters of a Lark or GBNF grammar")
+    max_choices: int = _limit(1024, "texts of a structured choice")
+    max_choices_chars: int = _limit(2**16, "characters of all texts of a structured choice")
+    max_grammar_bytes: int = _limit(2**26, "memory to compile one schema, regular expression, choice or grammar")
+    max_grammar_cache_bytes: int = _limit(2**28, "memory of the compiled grammars cached for later requests")
+    # Chats.
+    max_messages: int = _limit(2**14, "messages of a conversation")
+    max_tools: int = _limit(128, "tools of a chat")
+    max_tool_name_chars: int = _limit(256, "characters of a tool's name")
+    max_template_bytes: int = _limit(2**30, "memory the chat template may use for one conversation")
+    # HTTP. While a body is parsed, the streams of all other clients wait.
+    max_body_values: int = _limit(2**20, "values in a request body's JSON")
+    max_body_containers: int = _limit(2**16, "keys, objects and lists in a request body's JSON")
+    max_body_quotes: int = _limit(2**18, "quotation marks in a request body's JSON")
+    max_head_bytes: int = _limit(2**16, "request line and headers together")
+    max_request_id_chars: int = _limit(128, "characters of request_id; a longer X-Request-Id is not sent back")
+    max_cache_salt_chars: int = _limit(1024, "characters of cache_salt")
+    max_detokenize_tokens: int = _limit(2**20, "ids in a request to /detokenize")
+    max_unread_tokens: int = _limit(2**18, "tokens and their alternatives that a client may leave unread before its "
+                                           "stream fails")
 
-    def __post_init__(self) -> None:
-        check_limits(self)
-
-    def check(self, params: SamplingParams) -> None:
-        """Refuse sampling parameters that ask for more.
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse sampling parameters that hold too much.
 
         Raises:
-            RequestError: names the field and the flag.
+            RequestError: names the field.
         """
-        self.at_most("n", "choices", params.n, "max_n")
-        if params.best_of is not None:
-            self.at_most("best_of", "choices", params.best_of, "max_n")
         if params.stop:
-            self.at_most("stop", "strings", len(params.stop), "max_stop_strings")
-            self.at_most("stop", "characters in a string", max(map(len, params.stop)), "max_stop_string_chars")
+            check_at_most("stop", "strings", len(params.stop), self.max_stop_strings)
+            check_at_most("stop", "characters in a string", max(map(len, params.stop)), self.max_stop_string_chars)
         if params.stop_token_ids:
-            self.at_most("stop_token_ids", "ids", len(params.stop_token_ids), "max_stop_token_ids")
+            check_at_most("stop_token_ids", "ids", len(params.stop_token_ids), self.max_stop_token_ids)
         if params.logit_bias:
-            self.at_most("logit_bias", "entries", len(params.logit_bias), "max_logit_bias")
+            check_at_most("logit_bias", "entries", len(params.logit_bias), self.max_logit_bias)
         if params.allowed_token_ids:
-            self.at_most("allowed_token_ids", "ids", len(params.allowed_token_ids), "max_allowed_token_ids")
+            check_at_most("allowed_token_ids", "ids", len(params.allowed_token_ids), self.max_allowed_token_ids)
         if params.bad_words:
-            self.at_most("bad_words", "texts", len(params.bad_words), "max_bad_words")
-            self.at_most("bad_words", "characters in a text", max(map(len, params.bad_words)), "max_bad_word_chars")
-
-    def at_most(self, param: str, what: str, count: int, name: str) -> None:
-        """Refuse a request whose `param` holds more than the limit called `name`.
-
-        Raises:
-            RequestError: names the field and the flag.
-        """
-        most: int = getattr(self, name)
-        if count > most:
-            raise too_many(param, what, most, name)
+            check_at_most("bad_words", "texts", len(params.bad_words), self.max_bad_words)
+            check_at_most("bad_words", "characters in a text", max(map(len, params.bad_words)),
+                          self.max_bad_word_chars)
 
 
-def too_many(param: str, what: str, most: int, name: str) -> RequestError:
-    """The error of a request that holds more than the limit called `name`."""
-    return RequestError(f"{param} may hold at most {most} {what} ({flag_of(name)})", param=param)
+LIMITS = Limits()
+
+
+def check_at_most(param: str, what: str, count: int, maximum: int) -> None:
+    """Refuse a request whose `param` holds more than `maximum` of `what`.
+
+    Raises:
+        RequestError: names the field and the number.
+    """
+    if count > maximum:
+        raise RequestError(f"{param} may hold at most {maximum} {what}", param=param)

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ContextLengthError, RequestError
+from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
 from jaxpaged.engine.beam_search import BeamSearches
 from jaxpaged.engine.startup import InMemoryModel, prepare
@@ -73,7 +74,7 @@ class Engine:
         self._structured_outputs = StructuredOutputManager(
             lambda: _load_tokenizer(config), eos_token_ids=ready.info.eos_token_ids,
             vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits,
-            max_bytes=config.limits.max_grammar_cache_bytes)
+            max_bytes=LIMITS.max_grammar_cache_bytes)
         self._beams = BeamSearches()
         self._seed = config.seed
         self._num_seeded = 0

@@ -41,9 +41,8 @@ class Front:
         eos = self._tokenizer.eos_token_ids.union(info.eos_token_ids) if self._tokenizer else info.eos_token_ids
         self.inputs = InputProcessor(
             self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
-            kv_capacity=(info.num_blocks - 1) * info.block_size, max_logprobs=config.max_logprobs,
-            eos_token_ids=eos, default_params=defaults, takes_priorities=config.scheduling_policy == "priority",
-            limits=config.limits)
+            kv_capacity=(info.num_blocks - 1) * info.block_size, max_n=config.max_n, max_logprobs=config.max_logprobs,
+            eos_token_ids=eos, default_params=defaults, takes_priorities=config.scheduling_policy == "priority")
         self.metrics = Metrics(info.model, info, kv_cache_dtype=config.kv_cache_dtype,
                                prefix_caching=config.enable_prefix_caching)
         self._outputs = OutputProcessor(self._tokenizer)

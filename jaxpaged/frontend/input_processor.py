@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from jaxpaged.core.errors import ConfigError, ContextLengthError, NotSupportedError, RequestError
-from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.limits import LIMITS, Limits, check_at_most
 from jaxpaged.core.messages import EngineRequest, Grammar
 from jaxpaged.core.sampling_params import (
     MAX_BEAM_CANDIDATES,
@@ -54,25 +54,26 @@ class InputProcessor:
         max_model_len: most tokens of prompt and output together.
         vocab_size: number of ids that the model knows.
         kv_capacity: most tokens that the KV pool holds.
+        max_n: largest n and best_of of a request.
         max_logprobs: most alternatives per position that a request may ask for.
         eos_token_ids: ids that end a text: those of the tokenizer, the model's and the generation config together.
         default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
         takes_priorities: whether the engine's policy looks at them; if not, any but 0 is refused.
-        limits: how much a request may hold.
+        limits: what else a request may hold.
         make_grammar: how to check and compile what a text must look like, where not here.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, kv_capacity: int,
-                 max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
+                 max_n: int = 128, max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
                  default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False,
-                 limits: RequestLimits | None = None,
+                 limits: Limits = LIMITS,
                  make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._kv_capacity = kv_capacity
-        self._max_logprobs = max_logprobs
-        self._limits = limits or RequestLimits()
+        self._max_n, self._max_logprobs = max_n, max_logprobs
+        self._limits = limits
         self._make_grammar = make_grammar or GrammarCompiler(self._limits).grammar
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
@@ -81,9 +82,9 @@ class InputProcessor:
                            if tokenizer is not None and tokenizer.max_token_chars is not None else None)
 
     @property
-    def limits(self) -> RequestLimits:
-        """How much a request may hold."""
-        return self._limits
+    def max_n(self) -> int:
+        """Largest n and best_of of a request."""
+        return self._max_n
 
     @property
     def vocab_size(self) -> int:
@@ -118,8 +119,8 @@ class InputProcessor:
         """
         if params is None:
             params, lower_max_tokens = self._default, True
-        self._limits.check(params)
-        self._check_logprobs(params)
+        self._limits.check_params(params)
+        self._check_maxima(params)
         self._check_priority(priority)
         if isinstance(prompt, Mapping) and cache_salt is None:
             cache_salt = prompt.get("cache_salt")
@@ -171,7 +172,7 @@ class InputProcessor:
             ContextLengthError: more text than the context can hold.
         """
         if isinstance(messages, Sequence):
-            self._limits.at_most("messages", "messages", len(messages), "max_messages")
+            check_at_most("messages", "messages", len(messages), self._limits.max_messages)
         normal = normalise_messages(messages)
         tokenizer = self._needed_tokenizer("messages")
         self._check_chars(sum(len(message["content"]) for message in normal), "messages")
@@ -228,10 +229,12 @@ class InputProcessor:
             raise RequestError("prompt has a token that the model does not know", param="prompt")
         return text, encoded
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self._max_logprobs:
-                raise RequestError(f"{name} must be at most {self._max_logprobs} (--max-logprobs)", param=name)
+    def _check_maxima(self, params: SamplingParams) -> None:
+        for name, maximum, flag in (("n", self._max_n, "--max-n"), ("best_of", self._max_n, "--max-n"),
+                                    ("logprobs", self._max_logprobs, "--max-logprobs"),
+                                    ("prompt_logprobs", self._max_logprobs, "--max-logprobs")):
+            if (getattr(params, name) or 0) > maximum:
+                raise RequestError(f"{name} must be at most {maximum} ({flag})", param=name)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for name in ("logit_bias", "allowed_token_ids"):
@@ -257,7 +260,7 @@ class InputProcessor:
             tokenizer = self._needed_tokenizer("bad_words")
             for text in (word, " " + word.lstrip()):
                 ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-                self._limits.at_most("bad_words", "tokens in a text", len(ids), "max_bad_word_tokens")
+                check_at_most("bad_words", "tokens in a text", len(ids), self._limits.max_bad_word_tokens)
                 if ids:
                     found[ids] = None
         return tuple(found)
@@ -289,7 +292,7 @@ class InputProcessor:
             return
         if not isinstance(salt, str) or not salt:
             raise RequestError("cache_salt must be a text that is not empty", param="cache_salt")
-        self._limits.at_most("cache_salt", "characters", len(salt), "max_cache_salt_chars")
+        check_at_most("cache_salt", "characters", len(salt), self._limits.max_cache_salt_chars)
 
     def _check_chars(self, count: int, param: str) -> None:
         """Refuse, before any work is done on it, a text that cannot fit whatever its tokens are."""

@@ -12,8 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.flags import flag_of
-from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.limits import LIMITS, Limits, check_at_most
 from jaxpaged.core.messages import Grammar
 from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.loading.host_memory import allocated_bytes
@@ -27,7 +26,7 @@ _PARAM = "structured_outputs"
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
 
 
-def grammar_text(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
+def grammar_text(wanted: StructuredOutputsParams, limits: Limits) -> str:
     """The text of a constraint's grammar.
 
     Raises:
@@ -41,7 +40,7 @@ def grammar_text(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
         raise _bad(_reason("")) from None
 
 
-def _to_llguidance(wanted: StructuredOutputsParams, limits: RequestLimits) -> str:
+def _to_llguidance(wanted: StructuredOutputsParams, limits: Limits) -> str:
     from llguidance import LLMatcher, gbnf_to_lark
 
     if wanted.json_object:
@@ -49,15 +48,15 @@ def _to_llguidance(wanted: StructuredOutputsParams, limits: RequestLimits) -> st
     if wanted.json is not None:
         return LLMatcher.grammar_from_json_schema(_schema(wanted.json, limits), overrides=_JSON_OPTIONS)
     if wanted.regex is not None:
-        limits.at_most(_PARAM, "characters of a regular expression", len(wanted.regex), "max_regex_chars")
+        check_at_most(_PARAM, "characters of a regular expression", len(wanted.regex), limits.max_regex_chars)
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        limits.at_most(_PARAM, "texts to choose from", len(wanted.choice), "max_choices")
-        limits.at_most(_PARAM, "characters to choose from", sum(map(len, wanted.choice)), "max_choices_chars")
+        check_at_most(_PARAM, "texts to choose from", len(wanted.choice), limits.max_choices)
+        check_at_most(_PARAM, "characters to choose from", sum(map(len, wanted.choice)), limits.max_choices_chars)
         return LLMatcher.grammar_from_lark("start: " + " | ".join(
             json.dumps(text, ensure_ascii=False) for text in wanted.choice))
     assert wanted.grammar is not None
-    limits.at_most(_PARAM, "characters of a grammar", len(wanted.grammar), "max_grammar_chars")
+    check_at_most(_PARAM, "characters of a grammar", len(wanted.grammar), limits.max_grammar_chars)
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(wanted.grammar))
     except Exception:  # whatever a converter and a parser of foreign text may raise: the client gets a 400
@@ -67,7 +66,7 @@ def _to_llguidance(wanted: StructuredOutputsParams, limits: RequestLimits) -> st
 class GrammarCompiler:
     """Compiles grammars to see whether they can be, and remembers the good ones. May be used by several threads."""
 
-    def __init__(self, limits: RequestLimits) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
         self._good: BoundedCache[str, Grammar] = BoundedCache(MAX_CHECKED, MAX_CHECKED_BYTES)
         self._lock = threading.Lock()
@@ -101,7 +100,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _bad(_reason(matcher.get_error()))
         num_bytes = max(allocated_bytes() - before, len(text))
-        self._limits.at_most(_PARAM, "bytes once it is compiled", num_bytes, "max_grammar_bytes")
+        check_at_most(_PARAM, "bytes once it is compiled", num_bytes, self._limits.max_grammar_bytes)
         return num_bytes
 
 
@@ -125,10 +124,10 @@ class GrammarVocabulary:
         return list(self._encode(text)) if self._encode is not None else list(text.encode())
 
 
-def _schema(given: str | Mapping[str, Any], limits: RequestLimits) -> str:
+def _schema(given: str | Mapping[str, Any], limits: Limits) -> str:
     text = given if isinstance(given, str) else json.dumps(given)
-    limits.at_most(_PARAM, "characters of a JSON schema", len(text), "max_schema_chars")
-    limits.at_most(_PARAM, "levels of a JSON schema", _depth(text), "max_schema_depth")
+    check_at_most(_PARAM, "characters of a JSON schema", len(text), limits.max_schema_chars)
+    check_at_most(_PARAM, "levels of a JSON schema", _depth(text), limits.max_schema_depth)
     try:
         schema = json.loads(text)
     except ValueError:
@@ -137,7 +136,7 @@ def _schema(given: str | Mapping[str, Any], limits: RequestLimits) -> str:
         raise _bad("the JSON schema must be an object")
     if any(_states(divisor) > limits.max_multiple_of for divisor in _divisors(schema)):
         raise _bad(f"a multipleOf in the JSON schema is too large: it may have at most {limits.max_multiple_of} "
-                   f"remainders ({flag_of('max_multiple_of')})")
+                   "remainders")
     return text
 
 

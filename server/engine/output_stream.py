@@ -61,7 +61,7 @@ class OutputStream:
             return True
         self._news.clear()
         self.fail(RequestFailedError(f"the client has left more than {self._max_unread} tokens, and alternatives to "
-                                     "them, unread (--max-unread-tokens)"))
+                                     "them, unread"))
         return False
 
     def end(self, request_id: str) -> None:

@@ -6,27 +6,15 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from jaxpaged.core.compatibility import IGNORED_FIELDS, OLD_STRUCTURED_FIELDS, UNSUPPORTED_FIELDS
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.flags import flag_of
-from jaxpaged.server.protocol.http_limits import HttpLimits
-from jaxpaged.server.protocol.structure import OLD_NAMES
+from jaxpaged.core.limits import LIMITS, Limits
 from jaxpaged.text.conversation import unknown_message_fields
 
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN_FIELDS_LOGGED = 100
 
-# What the API knows and this server cannot do yet, with the values that ask for nothing.
-NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "suffix": ("",), "echo": (False,), "top_logprobs": (0,), "max_completion_tokens": (),  # some on one endpoint only
-    "continue_final_message": (False,), "chat_template_kwargs": ({},), "parallel_tool_calls": (True, False),
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "documents": ([],), "chat_template": (),
-    "prompt_embeds": (), "modalities": (["text"],), "audio": (), "prediction": (),
-    "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (), "adapter_id": (),
-}
-# Fields of OpenAI that describe the caller, not the text: nothing is done with them, and no log line is due.
-_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": "must be an object",
              "messages": "must be a list of objects", "tools": "must be a list of objects",
              "stop_token_ids": "must be a list of token ids", "allowed_token_ids": "must be a list of token ids",
@@ -42,7 +30,7 @@ class Body(BaseModel):
 
     model: str | None = Field(None, description="a name that GET /v1/models lists")
 
-    def check(self, limits: HttpLimits) -> None:
+    def check(self, limits: Limits) -> None:
         """Refuse what a single field's type does not tell.
 
         Raises:
@@ -56,7 +44,7 @@ _Body = TypeVar("_Body", bound=Body)
 class BodyReader:
     """Turns bytes into checked requests, and logs each unknown field name once."""
 
-    def __init__(self, limits: HttpLimits) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
         self._unknown: set[str] = set()
         self._warned = False
@@ -77,11 +65,11 @@ class BodyReader:
                 if not _is_finite(value):
                     raise RequestError(f"{name} holds a number that JSON does not have", param=name)
         for name in _unknown_fields(request):
-            if name not in NOT_SUPPORTED and name not in _IGNORED and name not in self._unknown \
+            if name not in UNSUPPORTED_FIELDS and name not in IGNORED_FIELDS and name not in self._unknown \
                     and len(self._unknown) < MAX_UNKNOWN_FIELDS_LOGGED:
                 self._unknown.add(name)
                 logger.warning("ignoring the unknown request field %r", name[:64])
-        old = [name for name in OLD_NAMES if getattr(request, name, None) is not None]
+        old = [name for name in OLD_STRUCTURED_FIELDS if getattr(request, name, None) is not None]
         if old and not self._warned:
             self._warned = True
             logger.warning("%s is an old name: use structured_outputs", old[0])
@@ -109,19 +97,18 @@ def _is_finite(value: object) -> bool:
     return not isinstance(value, list) or all(map(_is_finite, value))
 
 
-def _check_structure(body: bytes, limits: HttpLimits) -> None:
+def _check_structure(body: bytes, limits: Limits) -> None:
     """Refuse a body that would take seconds to read, in which nothing else in the process runs."""
-    _at_most(body.count(b'"'), "quotation marks", limits, "max_body_quotes")
+    _at_most(body.count(b'"'), "quotation marks", limits.max_body_quotes)
     outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
     containers = sum(map(outside.count, (b":", b"{", b"[")))
-    _at_most(containers, "keys, objects and lists", limits, "max_body_containers")
-    _at_most(outside.count(b","), "values", limits, "max_body_values")
+    _at_most(containers, "keys, objects and lists", limits.max_body_containers)
+    _at_most(outside.count(b","), "values", limits.max_body_values)
 
 
-def _at_most(count: int, what: str, limits: HttpLimits, name: str) -> None:
-    most: int = getattr(limits, name)
-    if count > most:
-        raise RequestError(f"the request body's JSON holds more than {most} {what} ({flag_of(name)})")
+def _at_most(count: int, what: str, maximum: int) -> None:
+    if count > maximum:
+        raise RequestError(f"the request body's JSON holds more than {maximum} {what}")
 
 
 def _explain(error: ValidationError) -> RequestError:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.limits import too_many
+from jaxpaged.core.limits import LIMITS, Limits, check_at_most
 from jaxpaged.server.parsers.chosen import named_call, required_calls
 from jaxpaged.server.parsers.events import Grammar
 from jaxpaged.server.parsers.registry import TOOL_PARSERS
-from jaxpaged.server.protocol.http_limits import HttpLimits
 
 _DEFINITIONS = ("$defs", "definitions")  # of schemas, which references point to
 
@@ -34,7 +33,7 @@ class ToolUse:
 
 
 def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool | None,
-                 parser: str | None, limits: HttpLimits) -> ToolUse:
+                 parser: str | None, limits: Limits = LIMITS) -> ToolUse:
     """Settle `tools`, `tool_choice` and `parallel_tool_calls`.
 
     With tool_choice none the model is not told of the tools.
@@ -69,14 +68,13 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
     return ToolUse(known, named_call(name), _arguments_schema(tool), finish_reason="stop")
 
 
-def check_tools(tools: Sequence[object] | None, limits: HttpLimits) -> list[dict[str, Any]]:
+def check_tools(tools: Sequence[object] | None, limits: Limits = LIMITS) -> list[dict[str, Any]]:
     """Tools in OpenAI's form, without what is null.
 
     Raises:
         RequestError: they are not in that form, or too many.
     """
-    if tools is not None and len(tools) > limits.max_tools:
-        raise too_many("tools", "tools", limits.max_tools, "max_tools")
+    check_at_most("tools", "tools", len(tools or ()), limits.max_tools)
     known = [_check_tool(f"tools[{place}]", tool, limits) for place, tool in enumerate(tools or ())]
     if len({tool["function"]["name"] for tool in known}) < len(known):
         raise RequestError("two tools have the same name", param="tools")
@@ -92,15 +90,14 @@ def _named(choice: object) -> str:
     return name
 
 
-def _check_tool(where: str, tool: object, limits: HttpLimits) -> dict[str, Any]:
+def _check_tool(where: str, tool: object, limits: Limits) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
         raise RequestError(f"{where} must be an object of type function with a function", param="tools")
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where}.function.name must be a text that is not empty", param="tools")
-    if len(name) > limits.max_tool_name_chars:
-        raise too_many("tools", "characters in a name", limits.max_tool_name_chars, "max_tool_name_chars")
+    check_at_most("tools", "characters in a name", len(name), limits.max_tool_name_chars)
     for key, kinds in (("description", str), ("parameters", Mapping)):
         if function.get(key) is not None and not isinstance(function[key], kinds):
             raise RequestError(f"{where}.function.{key} must be {'a string' if kinds is str else 'a JSON schema'}",

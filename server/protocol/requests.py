@@ -6,17 +6,17 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from jaxpaged.core.compatibility import UNSUPPORTED_FIELDS
 from jaxpaged.core.errors import NotSupportedError, RequestError
-from jaxpaged.core.limits import too_many
+from jaxpaged.core.limits import Limits, check_at_most
 from jaxpaged.core.sampling_params import (
     MAX_SEED,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
-from jaxpaged.server.protocol.body import NOT_SUPPORTED, Body
+from jaxpaged.server.protocol.body import Body
 from jaxpaged.server.protocol.chat_tools import ToolUse
-from jaxpaged.server.protocol.http_limits import HttpLimits
 from jaxpaged.server.protocol.structure import structured_outputs
 
 MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow fewer
@@ -81,14 +81,14 @@ class _Request(Body):
     priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
     request_id: str | None = Field(None, description="becomes part of the answer's id")
 
-    def check(self, limits: HttpLimits) -> None:
+    def check(self, limits: Limits) -> None:
         """Refuse what is known but not supported.
 
         Raises:
             RequestError: names the field.
         """
         for name, value in (self.model_extra or {}).items():
-            neutral = NOT_SUPPORTED.get(name)
+            neutral = UNSUPPORTED_FIELDS.get(name)
             if neutral is not None and value is not None and not any(
                     type(value) is type(item) and value == item for item in neutral):
                 raise NotSupportedError(f"{name} is not supported here; leave it out", param=name)
@@ -98,8 +98,7 @@ class _Request(Body):
             raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         if self.request_id is not None and not (self.request_id and self.request_id.isprintable()):
             raise RequestError("request_id must be a text of printable characters", param="request_id")
-        if self.request_id is not None and len(self.request_id) > limits.max_request_id_chars:
-            raise too_many("request_id", "characters", limits.max_request_id_chars, "max_request_id_chars")
+        check_at_most("request_id", "characters", len(self.request_id or ""), limits.max_request_id_chars)
 
     def sampling_params(self, default_max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling of this request.
@@ -188,7 +187,7 @@ class ChatCompletionRequest(_Request):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def check(self, limits: HttpLimits) -> None:
+    def check(self, limits: Limits) -> None:
         """Refuse what is known but not supported, and settle which limit counts.
 
         Raises:

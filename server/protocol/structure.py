@@ -2,12 +2,9 @@
 
 from typing import Any
 
+from jaxpaged.core.compatibility import OLD_STRUCTURED_FIELDS
 from jaxpaged.core.errors import NotSupportedError, RequestError
 from jaxpaged.core.sampling_params import StructuredOutputsParams
-
-# Old name -> the key of `structured_outputs` that took its place.
-OLD_NAMES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-             "guided_json_object": "json_object"}
 
 
 def structured_outputs(request: Any) -> StructuredOutputsParams | None:
@@ -24,8 +21,8 @@ def structured_outputs(request: Any) -> StructuredOutputsParams | None:
     [(name, wanted)] = found
     given = {key: value for key, value in wanted.items() if value is not None}
     for key in given:
-        if key not in OLD_NAMES.values():
-            keys = ", ".join(OLD_NAMES.values())
+        if key not in OLD_STRUCTURED_FIELDS.values():
+            keys = ", ".join(OLD_STRUCTURED_FIELDS.values())
             raise NotSupportedError(f"{name} takes one of {keys}, and nothing else", param=name)
     try:
         return StructuredOutputsParams(**given)
@@ -47,7 +44,7 @@ def _named(request: Any) -> list[tuple[str, dict[str, Any]]]:
         wanted = _response_format(request.response_format)
         if wanted is not None:
             found.append(("response_format", wanted))
-    for name, key in OLD_NAMES.items():
+    for name, key in OLD_STRUCTURED_FIELDS.items():
         if getattr(request, name) not in (None, False):
             found.append((name, {key: getattr(request, name)}))
     return found

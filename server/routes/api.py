@@ -13,6 +13,7 @@ from fastapi import Request, Response
 
 from jaxpaged import __version__
 from jaxpaged.core.errors import EngineDeadError, NotSupportedError, RequestError
+from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding
@@ -71,9 +72,9 @@ class Api:
         self.names, self._info, self._defaults = tuple(names), info, defaults
         self._tokenizer, self._embeddings = tokenizer, embeddings
         self._created = int(time.time())
-        self.request_limits = inputs.limits
-        self._bodies = BodyReader(config.limits)
-        self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len, config.limits)
+        self.max_n = inputs.max_n
+        self._bodies = BodyReader()
+        self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len)
         self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
         # Apart: a grammar may take its time, and prompts must not wait for it.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
@@ -157,7 +158,7 @@ class Api:
         self._check_model(body.model)
         config = self.config
         use = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls,
-                           config.tool_call_parser if config.enable_auto_tool_choice else None, config.limits)
+                           config.tool_call_parser if config.enable_auto_tool_choice else None)
         params = body.chat_sampling_params(self._defaults, use)
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
@@ -219,7 +220,7 @@ class Api:
         self._check_serving()  # once more: reading the body may have taken its time
         ordinal = uuid.uuid4().hex
         stream = self._client.admit(len(prompts) * params.num_sequences,
-                                    self.config.limits.max_unread_tokens if body.stream else None,
+                                    LIMITS.max_unread_tokens if body.stream else None,
                                     1 + (params.logprobs or 0))
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
@@ -234,7 +235,7 @@ class Api:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,
                                 sum(len(item.prompt_token_ids) for item in requests), params)
                 chat = isinstance(body, ChatCompletionRequest)
-                sent_id = request.headers.get("x-request-id", "")[:self.config.limits.max_request_id_chars]
+                sent_id = request.headers.get("x-request-id", "")[:LIMITS.max_request_id_chars]
                 name = body.request_id or sent_id or ordinal
                 shape = AnswerShape(
                     chat=chat, answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{name}", created=int(time.time()),
@@ -287,7 +288,7 @@ class Api:
         try:
             async with deadline:
                 self._reading.add(deadline)
-                return await read_body(request, self.config.limits.max_request_bytes)
+                return await read_body(request, self.config.max_request_bytes)
         except TimeoutError:
             self._check_serving()  # `refuse` ends the waiting, too
             raise BodyTimeoutError(f"the request body did not come within {seconds:g} s (--body-timeout)") from None

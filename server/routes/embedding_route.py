@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import Field
 
 from jaxpaged.core.errors import NotSupportedError, RequestError
+from jaxpaged.core.limits import Limits
 from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.frontend.embeddings import normalised
 from jaxpaged.server.protocol.body import Body
 from jaxpaged.server.protocol.error_answers import to_json
-from jaxpaged.server.protocol.http_limits import HttpLimits
 
 
 class EmbeddingRequest(Body):
@@ -28,7 +28,7 @@ class EmbeddingRequest(Body):
     normalize: bool | None = Field(None, description="vectors of length 1; default: true")
     add_special_tokens: bool | None = None
 
-    def check(self, limits: HttpLimits) -> None:
+    def check(self, limits: Limits) -> None:
         """Refuse what a single field's type does not tell.
 
         Raises:

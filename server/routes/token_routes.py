@@ -5,11 +5,10 @@ from typing import Any
 from pydantic import Field
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.limits import too_many
+from jaxpaged.core.limits import LIMITS, check_at_most
 from jaxpaged.frontend.input_processor import InputProcessor
 from jaxpaged.server.protocol.body import Body
 from jaxpaged.server.protocol.chat_tools import check_tools
-from jaxpaged.server.protocol.http_limits import HttpLimits
 from jaxpaged.server.protocol.requests import template_options
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -36,8 +35,8 @@ class DetokenizeRequest(Body):
 class TokenRoutes:
     """What the routes answer. Meant for a thread beside the event loop."""
 
-    def __init__(self, inputs: InputProcessor, tokenizer: Tokenizer, max_model_len: int, limits: HttpLimits) -> None:
-        self._inputs, self._tokenizer, self._max_model_len, self._limits = inputs, tokenizer, max_model_len, limits
+    def __init__(self, inputs: InputProcessor, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._inputs, self._tokenizer, self._max_model_len = inputs, tokenizer, max_model_len
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Ids of a prompt or of a rendered chat; they may be more than the context holds.
@@ -50,7 +49,7 @@ class TokenRoutes:
         if body.prompt is not None:
             ids = self._inputs.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            ids = self._inputs.render_chat(body.messages, tools=check_tools(body.tools, self._limits), may_be_long=True,
+            ids = self._inputs.render_chat(body.messages, tools=check_tools(body.tools), may_be_long=True,
                                            **template_options(body))["prompt_token_ids"]
         texts = None
         if body.return_token_strs:
@@ -66,8 +65,7 @@ class TokenRoutes:
         ids = body.tokens
         if ids is None:
             raise RequestError("tokens must be a list of token ids", param="tokens")
-        if len(ids) > self._limits.max_detokenize_tokens:
-            raise too_many("tokens", "ids", self._limits.max_detokenize_tokens, "max_detokenize_tokens")
+        check_at_most("tokens", "ids", len(ids), LIMITS.max_detokenize_tokens)
         if ids and (min(ids) < 0 or max(ids) >= self._inputs.vocab_size):
             raise RequestError(f"token ids must be from 0 to {self._inputs.vocab_size - 1}", param="tokens")
         return {"prompt": self._tokenizer.decode(ids, skip_special_tokens=False)}

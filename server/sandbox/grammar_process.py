@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.limits import LIMITS, Limits
 from jaxpaged.core.messages import Grammar
 from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.server.sandbox.bounded_process import BoundedProcesses, CutOffError
@@ -25,11 +25,11 @@ class GrammarProcesses:
     """Makes grammars and remembers them. May be called from several threads.
 
     Args:
-        limits: of what clients send, and of the memory that one may take: the engine will spend it, too.
         timeout: seconds that one may take.
+        limits: of what clients send, and of the memory that one may take: the engine will spend it, too.
     """
 
-    def __init__(self, limits: RequestLimits, *, timeout: float) -> None:
+    def __init__(self, *, timeout: float, limits: Limits = LIMITS) -> None:
         self._processes = BoundedProcesses(partial(_begin, limits), name="grammars", timeout=timeout,
                                            memory=limits.max_grammar_bytes, count=PROCESSES)
         self._kept: BoundedCache[bytes, Grammar] = BoundedCache(MAX_KEPT, MAX_KEPT_BYTES)
@@ -48,7 +48,7 @@ class GrammarProcesses:
             grammar: Grammar = self._processes.do(wanted)
         except CutOffError as error:
             raise RequestError(f"compiling the schema, regular expression or grammar {error}; make it simpler "
-                               "(--structured-outputs-timeout, --max-grammar-bytes)",
+                               "(--structured-outputs-timeout)",
                                param="structured_outputs") from None
         except RecursionError:
             raise RequestError("the JSON schema is nested too deeply", param="structured_outputs") from None
@@ -60,6 +60,6 @@ class GrammarProcesses:
         self._processes.close()
 
 
-def _begin(limits: RequestLimits) -> Callable[[StructuredOutputsParams], Grammar]:
-    GrammarCompiler(RequestLimits()).grammar(StructuredOutputsParams(json_object=True))  # imports belong to no job
+def _begin(limits: Limits) -> Callable[[StructuredOutputsParams], Grammar]:
+    GrammarCompiler().grammar(StructuredOutputsParams(json_object=True))  # imports belong to no job
     return GrammarCompiler(limits).grammar

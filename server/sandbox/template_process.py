@@ -31,8 +31,8 @@ class TemplateProcesses:
         try:
             text: str = self._processes.do(job)
         except CutOffError as error:
-            raise RequestError(f"the chat template {error} on these messages (--chat-template-timeout, "
-                               "--max-template-bytes)", param="messages") from None
+            raise RequestError(f"the chat template {error} on these messages "
+                               "(--chat-template-timeout)", param="messages") from None
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
         return text

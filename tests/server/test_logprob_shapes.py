@@ -10,7 +10,6 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from jaxpaged.core.errors import RequestError
 from jaxpaged.core.outputs import CompletionOutput, Logprob
 from jaxpaged.server.protocol.body import BodyReader
-from jaxpaged.server.protocol.http_limits import HttpLimits
 from jaxpaged.server.protocol.logprob_shapes import LEAST, LogprobShape
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
 from tests.support.tiny_tokenizers import byte_level_metadata, wrap
@@ -85,7 +84,7 @@ def test_alternatives_of_the_same_text_are_all_there() -> None:
 ])
 def test_what_cannot_be_asked_for(kind: Any, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode()).sampling_params(None, {})
+        BodyReader().read(kind, json.dumps(fields).encode()).sampling_params(None, {})
     assert caught.value.param == param
 
 
@@ -96,5 +95,5 @@ def test_what_cannot_be_asked_for(kind: Any, fields: dict[str, Any], param: str)
     (ChatCompletionRequest, {"logprobs": True, "top_logprobs": None}, 0),
 ])
 def test_how_many_alternatives_are_asked_for(kind: Any, fields: dict[str, Any], count: int | None) -> None:
-    params = BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode()).sampling_params(None, {})
+    params = BodyReader().read(kind, json.dumps(fields).encode()).sampling_params(None, {})
     assert params.logprobs == count

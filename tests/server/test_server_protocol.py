@@ -19,25 +19,24 @@ from jaxpaged.core.errors import (
     OverloadedError,
     RequestError,
 )
-from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.server.engine.output_stream import OutputStream, merge_outputs
 from jaxpaged.server.protocol.answer_shape import AnswerShape, usage
 from jaxpaged.server.protocol.body import BodyReader
 from jaxpaged.server.protocol.error_answers import error_body, error_status
-from jaxpaged.server.protocol.http_limits import HttpLimits
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
 
 
 def read(kind: Any = CompletionRequest, **fields: Any) -> Any:
-    return BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode())
+    return BodyReader().read(kind, json.dumps(fields).encode())
 
 
 def params(kind: Any = CompletionRequest, default: int | None = 16, **fields: Any) -> SamplingParams:
     result = read(kind, **fields).sampling_params(default, {})
     assert isinstance(result, SamplingParams)
-    RequestLimits().check(result)
+    LIMITS.check_params(result)
     return result
 
 
@@ -51,7 +50,7 @@ def params(kind: Any = CompletionRequest, default: int | None = 16, **fields: An
 ])
 def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader(HttpLimits()).read(CompletionRequest, body)
+        BodyReader().read(CompletionRequest, body)
     assert error_status(caught.value) == 400
     assert "JSON" in caught.value.message and len(caught.value.message) < 200
 
@@ -64,7 +63,7 @@ def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> 
 def test_a_body_that_takes_long_to_read_is_refused_at_once(body: bytes) -> None:
     began = time.process_time()
     with pytest.raises(RequestError, match="more than") as caught:
-        BodyReader(HttpLimits()).read(CompletionRequest, body)
+        BodyReader().read(CompletionRequest, body)
     assert error_status(caught.value) == 400 and time.process_time() - began < 0.5  # it is a tenth of that
 
 
@@ -83,7 +82,7 @@ def test_large_bodies_of_plain_text_and_ids_are_read(prompt: Any) -> None:
     ("max_tokens", -3), ("max_tokens", "9"), ("max_tokens", 10.5), ("max_tokens", 10**4000),
     ("stream", 1), ("stream", "yes"), ("ignore_eos", 1),
     ("presence_penalty", 2.5), ("frequency_penalty", -3), ("repetition_penalty", 0), ("model", 7),
-    ("best_of", 0), ("best_of", 129),
+    ("best_of", 0), ("best_of", 10**9),
     ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"1.5": 1}), ("logit_bias", {"1": 101}),
     ("logit_bias", {"1": "2"}), ("logit_bias", [1]), ("logit_bias", {"1": float("nan")}), ("logit_bias", {"1": True}),
     ("logit_bias", {str(number): 1 for number in range(2000)}), ("allowed_token_ids", []),
@@ -155,7 +154,7 @@ def test_stream_options_need_a_stream() -> None:
 
 
 def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader(HttpLimits())
+    reader = BodyReader()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             reader.read(CompletionRequest, b'{"prompt":"x","frobnicate":1,"user":"me","tools":null,"stream":true,'

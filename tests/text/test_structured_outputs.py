@@ -14,21 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.limits import RequestLimits
+from jaxpaged.core.limits import LIMITS, Limits
 from jaxpaged.core.messages import Grammar
 from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.structured_output_manager import MAX_COMPILED, StructuredOutputManager
 from jaxpaged.server.protocol.body import BodyReader
-from jaxpaged.server.protocol.http_limits import HttpLimits
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
 from jaxpaged.server.sandbox.grammar_process import GrammarProcesses
 from jaxpaged.text.structured_outputs import GrammarCompiler, grammar_text
 from tests.support.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 from tests.support.tiny_tokenizers import byte_level_metadata, wrap
 
-LIMITS = RequestLimits()
 REFERENCE = Reference(CONFIG, random_weights())
 
 
@@ -79,14 +77,14 @@ GOOD: dict[str, dict[str, Any]] = {
 def test_what_cannot_be_compiled_is_refused_quickly(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError) as caught:
-        GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**BAD[name]))
+        GrammarCompiler().grammar(StructuredOutputsParams(**BAD[name]))
     assert caught.value.param == "structured_outputs" and len(caught.value.message) < 200
     assert time.monotonic() - began < 20  # on a shared machine; alone it is a second
 
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_can_be_compiled(name: str) -> None:
-    GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**GOOD[name]))
+    GrammarCompiler().grammar(StructuredOutputsParams(**GOOD[name]))
 
 
 def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
@@ -95,7 +93,7 @@ def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
     good = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 7}})
     one_letter = StructuredOutputsParams(regex="a")
     for timeout in (0.05, 60):  # out of time, out of memory
-        processes = GrammarProcesses(RequestLimits(max_multiple_of=10**9), timeout=timeout)
+        processes = GrammarProcesses(timeout=timeout, limits=Limits(max_multiple_of=10**9))
         with ThreadPoolExecutor(2) as threads:
             answer = threads.submit(processes.grammar, hostile)
             assert processes.grammar(good).text == grammar_text(good, LIMITS)
@@ -132,7 +130,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_all_names_of_the_field(kind: Any, fields: dict[str, Any], wanted: dict[str, Any] | None) -> None:
-    body = BodyReader(HttpLimits()).read(kind, json.dumps(fields).encode())
+    body = BodyReader().read(kind, json.dumps(fields).encode())
     expected = None if wanted is None else StructuredOutputsParams(**wanted)
     assert body.sampling_params(None, {}).structured_outputs == expected
 
@@ -149,12 +147,12 @@ def test_all_names_of_the_field(kind: Any, fields: dict[str, Any], wanted: dict[
 ])
 def test_fields_that_cannot_work(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader(HttpLimits()).read(CompletionRequest, json.dumps(fields).encode()).sampling_params(None, {})
+        BodyReader().read(CompletionRequest, json.dumps(fields).encode()).sampling_params(None, {})
     assert caught.value.param == param
 
 
 def test_an_old_name_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader(HttpLimits())
+    reader = BodyReader()
     for _ in range(3):
         reader.read(CompletionRequest, b'{"guided_regex": "a"}')
     [line] = [record.getMessage() for record in caplog.records]
@@ -168,7 +166,7 @@ TOKENIZER = wrap(byte_level_metadata("gpt-2"))
 
 
 def checked(**fields: Any) -> Grammar:
-    return GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**fields))
+    return GrammarCompiler().grammar(StructuredOutputsParams(**fields))
 
 
 def make_manager(max_bytes: int = 2**24) -> StructuredOutputManager:
@@ -244,11 +242,11 @@ def test_compiled_grammars_are_kept_up_to_their_bytes() -> None:
     ({"max_grammar_bytes": 2**20}, {"json": {"type": "integer", "multipleOf": 20_011}}),
 ], ids=str)
 def test_limits_on_what_is_compiled(limit: dict[str, int], wanted: dict[str, Any]) -> None:
-    [name] = limit
-    checker = GrammarCompiler(RequestLimits(**limit))
-    with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
+    [number] = limit.values()
+    checker = GrammarCompiler(Limits(**limit))
+    with pytest.raises(ValueError, match=rf"at most {number} "):
         checker.grammar(StructuredOutputsParams(**wanted))
-    GrammarCompiler(LIMITS).grammar(StructuredOutputsParams(**wanted))
+    GrammarCompiler().grammar(StructuredOutputsParams(**wanted))
 
 
 def test_masks_are_computed_by_other_threads() -> None:
