@@ -114,7 +114,7 @@ def main() -> None:
     clock = Clock()
     clock.around(engine._scheduler, "schedule")
     clock.around(engine._runner, "dispatch")
-    clock.around(engine._scheduler, "update")
+    clock.around(engine._scheduler, "update_from_output")
     cases = [*((running, 0) for running in sorted(args.running)), *((most, waiting) for waiting in args.waiting)]
     measure(engine, clock, most, 0, 10)
     gc.collect()

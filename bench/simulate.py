@@ -4,7 +4,7 @@
     python bench/simulate.py --traffic 30 --slo 0.1        # GPUs for 30 requests/s with P99 within 0.1 s per token
     python bench/simulate.py --long-prompt 32768           # what the others feel of one long prompt
 
-The scheduler, the allocator and the policies are the engine's; only the time of a step is modelled, as base + tokens x
+The scheduler, the block pool and the policies are the engine's; only the time of a step is modelled, as base + tokens x
 a + context x b. The default coefficients are arithmetic, not measurements: a model of 13 billion parameters in 16 bits
 on a device with 1.5 TB/s, 312 TFLOP/s and 12 GiB for KV, at 85 and 70 % of these rates, as in the setting of Kwon et
 al. (SOSP 2023). `--measure` takes them from this machine: the engine runs, and gets the flags that are its own.
@@ -176,7 +176,7 @@ def measured_device(engine: dict[str, Any], context: int) -> Device:
 
         def note(running: Any) -> Any:
             deltas = collect(running)
-            context = sum(piece.start + piece.num_tokens for piece in running.step.pieces)
+            context = sum(chunk.start + chunk.num_tokens for chunk in running.step.chunks)
             [(_, seconds)] = core._stats.step_seconds
             samples.append((running.size, context, seconds))
             return deltas

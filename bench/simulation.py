@@ -1,4 +1,4 @@
-"""The real scheduler, allocator and policies on a device that is only modelled."""
+"""The real scheduler, block pool and policies on a device that is only modelled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from bench.common import spread
 from bench.traffic import Arrival
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
-from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.policy import POLICIES, FcfsPolicy, Policy
 from jaxpaged.scheduling.request import Request
 from jaxpaged.scheduling.scheduler import Scheduler
@@ -27,7 +27,7 @@ class StepTime:
     per_context: float
 
     def of(self, step: SchedulerOutput) -> float:
-        context = sum([piece.start + piece.num_tokens for piece in step.pieces])
+        context = sum([chunk.start + chunk.num_tokens for chunk in step.chunks])
         return self.base + self.per_token * step.num_tokens + self.per_context * context
 
 
@@ -135,9 +135,9 @@ def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -
             ("reserve"), or for the prompt and the power of two above the answer's length ("reserve-pow2"), of which the
             hints of the traffic tell.
     """
-    allocator = BlockAllocator(device.kv_tokens // device.block_size + 1)
+    pool = BlockPool(device.kv_tokens // device.block_size + 1)
     chosen: Policy = _Reserved(RESERVATIONS[policy]) if policy in RESERVATIONS else POLICIES[policy]()
-    scheduler = Scheduler(allocator, block_size=device.block_size, max_num_seqs=device.max_num_seqs,
+    scheduler = Scheduler(pool, block_size=device.block_size, max_num_seqs=device.max_num_seqs,
                           max_num_batched_tokens=device.max_num_batched_tokens, policy=chosen)
     first: list[float | None] = [None] * len(traffic)
     end = [0.0] * len(traffic)
@@ -147,7 +147,7 @@ def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -
         if not scheduler.has_unfinished() and in_flight is None:
             now = max(now, traffic[arrived].time)
         while arrived < len(traffic) and traffic[arrived].time <= now:
-            scheduler.add(_message(arrived, traffic[arrived], device.context))
+            scheduler.add_request(_message(arrived, traffic[arrived], device.context))
             arrived += 1
         # As in the engine: a step is planned before the ids of the one before it are known.
         step = scheduler.schedule(now)
@@ -157,13 +157,13 @@ def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -
             running += scheduler.num_running
             held, empty = scheduler.kv_slots()
             filled += held - empty
-            for delta in scheduler.update(in_flight, _sampled(in_flight, traffic)):
+            for delta in scheduler.update_from_output(in_flight, _sampled(in_flight, traffic)):
                 index = int(delta.request_id)
                 if delta.token_ids and first[index] is None:
                     first[index] = now
                 if delta.finish_reason is not None:
                     end[index] = now
-        in_flight = step if step.pieces else None
+        in_flight = step if step.chunks else None
     outcomes = tuple(Outcome(item, (first[index] or 0.0) - item.time, end[index] - item.time)
                      for index, item in enumerate(traffic))
     return Run(outcomes, steps, scheduler.num_preemptions, now, running / steps, filled / steps / device.kv_tokens)
@@ -178,9 +178,9 @@ def _message(index: int, arrival: Arrival, context: int) -> EngineRequest:
 
 def _sampled(step: SchedulerOutput, traffic: Sequence[Arrival]) -> list[int]:
     ids = []
-    for piece in step.pieces:
-        if piece.samples:
-            request = piece.request
+    for chunk in step.chunks:
+        if chunk.samples:
+            request = chunk.request
             done = len(request.token_ids) - request.num_prompt_tokens
             ids.append(_END if done + 1 >= traffic[int(request.request_id)].output_tokens else 0)
     return ids

@@ -74,7 +74,7 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class DescribePool:
-    """Ask for a PoolState, which comes with the next outputs; nothing is kept or counted while nobody asks."""
+    """Ask for a PoolState, which comes with the next outputs; nothing is recorded otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +199,12 @@ class PoolState:
     """What every KV block is used for at one moment.
 
     Attributes:
-        blocks: a letter for each block but the null block: f free, o owned by one request, s shared by several,
-            c free with content that a later request may share.
-        swapped: blocks whose content lies in host memory.
+        state_codes: a character per block, the null block excluded: f free, o owned by one request, s shared by
+            several, c free with cached content that a later request may share.
+        swapped: number of blocks whose content is in host memory.
     """
 
-    blocks: str
+    state_codes: str
     swapped: int = 0
 
 

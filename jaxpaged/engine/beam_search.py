@@ -1,7 +1,7 @@
 """Beam search as transformers does it, over requests that fork.
 
 Each beam is a request of the scheduler's (`jaxpaged.scheduling.families`), which gives the log probabilities of its
-best continuations and stands until the search has chosen among those of all beams. Results come at the search's end.
+best continuations and is paused until the search has chosen among those of all beams. Results come at the search's end.
 """
 
 from collections.abc import Iterable, Sequence

@@ -17,7 +17,7 @@ from jaxpaged.engine.structured_output_manager import StructuredOutputManager
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.step_functions import Params
 from jaxpaged.loading.hub import resolve_model
-from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
@@ -58,10 +58,10 @@ class Engine:
         ready = prepare(config, report, model)
         self.info: EngineInfo = ready.info
         self._runner: ModelRunner = ready.runner
-        self._allocator = BlockAllocator(ready.info.num_blocks)
+        self._pool = BlockPool(ready.info.num_blocks)
         self._host = HostTier(ready.info.num_host_blocks, ready.transfer_sizes) if ready.info.num_host_blocks else None
         self._scheduler = Scheduler(
-            self._allocator,
+            self._pool,
             block_size=ready.info.block_size,
             max_num_seqs=ready.info.max_num_seqs,
             max_num_batched_tokens=ready.info.max_num_batched_tokens,
@@ -80,7 +80,7 @@ class Engine:
         self._num_seeded = 0
         self._in_flight: StepInFlight | None = None
         self._undelivered: list[TokenDelta] = []
-        self._stats = EngineStats(blocks_total=self._allocator.num_usable, compilations=self._runner.num_compiled)
+        self._stats = EngineStats(blocks_total=self._pool.num_usable, compilations=self._runner.num_compiled)
         self._busy_since: float | None = None
         self.broken = False
 
@@ -98,19 +98,20 @@ class Engine:
         if self._scheduler.is_live(request.request_id) or self._beams.is_live(request.request_id):
             raise RequestError("a request with this id is already running", param="request_id")
         length = len(request.prompt_token_ids) + request.max_tokens
-        room = min(self.info.max_model_len, self._allocator.num_usable * self.info.block_size)
+        room = min(self.info.max_model_len, self._pool.num_usable * self.info.block_size)
         if not request.prompt_token_ids or length > room:
             raise ContextLengthError(f"prompt and max_tokens need {length} tokens, the context holds {room}",
                                      code="context_length_exceeded")
         if request.params.use_beam_search:
             first = self._beams.add(request)
             if first is not None:
-                self._scheduler.add(first[0], branches=first[1])
+                self._scheduler.add_request(first[0], branches=first[1])
             return
         if request.seed is None:
             request = dataclasses.replace(request, seed=self._next_seed())
         grammar = request.grammar
-        self._scheduler.add(request, None if grammar is None else self._structured_outputs.create_matcher(grammar))
+        matcher = None if grammar is None else self._structured_outputs.create_matcher(grammar)
+        self._scheduler.add_request(request, matcher)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; the next step delivers their last delta. Unknown ids are ignored."""
@@ -132,7 +133,7 @@ class Engine:
         self.broken = True
         self._note_idle_device()
         step = self._scheduler.schedule(time.monotonic())
-        dispatched = self._runner.dispatch(step) if step.pieces else None
+        dispatched = self._runner.dispatch(step) if step.chunks else None
         if dispatched is None and self._in_flight is None and not self._undelivered:
             self._structured_outputs.wait_for_mask(_MASK_WAIT_SECONDS)  # requests can wait for nothing else
         deltas, self._undelivered = self._undelivered, []
@@ -151,8 +152,8 @@ class Engine:
             self._stats,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            blocks_used=self._allocator.num_used,
-            blocks_cached=self._allocator.num_kept,
+            blocks_used=self._pool.num_used,
+            blocks_cached=self._pool.num_cached,
             kv_slots_held=held,
             kv_slots_empty=empty,
             num_preemptions=self._scheduler.num_preemptions,
@@ -163,7 +164,7 @@ class Engine:
 
     def pool_state(self) -> PoolState:
         """What every KV block is used for now."""
-        return PoolState(self._allocator.letters(), self._host.num_used if self._host is not None else 0)
+        return PoolState(self._pool.state_codes(), self._host.num_used if self._host is not None else 0)
 
     def update_weights(self, params: Mapping[Any, Any]) -> None:
         """Use other weights from the next step on.
@@ -198,15 +199,15 @@ class Engine:
         began, self._busy_since = self._busy_since or now, now
         self._stats = dataclasses.replace(
             self._stats,
-            blocks_used_sum=self._stats.blocks_used_sum + self._allocator.num_used,
-            blocks_shared_sum=self._stats.blocks_shared_sum + self._allocator.num_shared,
+            blocks_used_sum=self._stats.blocks_used_sum + self._pool.num_used,
+            blocks_shared_sum=self._stats.blocks_shared_sum + self._pool.num_shared,
             kv_slots_held_sum=self._stats.kv_slots_held_sum + held,
             kv_slots_empty_sum=self._stats.kv_slots_empty_sum + empty,
             padding_tokens=self._stats.padding_tokens + running.size - running.step.num_tokens,
             step_seconds=((running.step.kind, now - began),),
             step_tokens=(running.step.num_tokens,),
         )
-        return self._scheduler.update(running.step, sampled, running.sampled_logprobs(),
+        return self._scheduler.update_from_output(running.step, sampled, running.sampled_logprobs(),
                                       [rows.read() for rows in running.scored])
 
     def _with_beams(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
@@ -215,7 +216,7 @@ class Engine:
             return deltas
         outside, gone, branches = self._beams.take(deltas)
         self._scheduler.abort(gone)
-        self._scheduler.go_on(branches)
+        self._scheduler.resume(branches)
         return outside
 
     def _note_idle_device(self) -> None:

@@ -25,7 +25,7 @@ from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_pool import NULL_BLOCK
 from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler_output import ScheduledPiece, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import ScheduledChunk, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class StepInFlight:
         return last is None or last.is_ready()  # type: ignore[attr-defined]
 
     def sampled(self) -> list[int]:
-        """Ids in the order of the sampling pieces; waits for the device."""
+        """Ids in the order of the sampling chunks; waits for the device."""
         return [] if self.ids is None else np.asarray(self.ids)[: self.step.num_sampled].tolist()
 
     def sampled_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Log probabilities in the order of the sampling pieces, None for those that want none."""
+        """Log probabilities in the order of the sampling chunks, None for those that want none."""
         if self.logprobs is None:
             return None
         rows = np.asarray(self.logprobs)
-        wanted = [piece.request.message.params.logprobs for piece in self.step.pieces if piece.samples]
+        wanted = [chunk.request.message.params.logprobs for chunk in self.step.chunks if chunk.samples]
         return [None if count is None else unpack_row(row, count) for count, row in zip(wanted, rows, strict=False)]
 
 
@@ -126,21 +126,21 @@ class ModelRunner:
     def dispatch(self, step: SchedulerOutput) -> StepInFlight:
         """Queue a step on the device, behind those already there."""
         shape = self._shape
-        changed = [piece for piece in step.pieces if piece.admit or piece.table]
-        admitted = [piece for piece in changed if piece.admit]
+        changed = [chunk for chunk in step.chunks if chunk.admit or chunk.table]
+        admitted = [chunk for chunk in changed if chunk.admit]
         for first in range(0, len(admitted), ADMIT_SIZES[-1]):
-            self._admit([(piece.request.message, piece.slot) for piece in admitted[first : first + ADMIT_SIZES[-1]]])
-        for piece in admitted:
-            if piece.request.message.params.has_processors:
-                self._admit_processors(piece.request, piece.slot)
-        tables = [(piece.slot, piece.table) for piece in changed if piece.table]
+            self._admit([(chunk.request.message, chunk.slot) for chunk in admitted[first : first + ADMIT_SIZES[-1]]])
+        for chunk in admitted:
+            if chunk.request.message.params.has_processors:
+                self._admit_processors(chunk.request, chunk.slot)
+        tables = [(chunk.slot, chunk.table) for chunk in changed if chunk.table]
         for first in range(0, len(tables), TABLE_ROWS):
             self._write_tables(tables[first : first + TABLE_ROWS])
         self._move_blocks(step.transfers)
         whole, scored = step, list[ScoredRows | HiddenRows]()
-        if any([piece.request.scored for piece in step.pieces]):
+        if any([chunk.request.scored for chunk in step.chunks]):
             step, scored = self._score(step)
-        if not step.pieces:
+        if not step.chunks:
             return StepInFlight(whole, whole.num_tokens, None, scored=tuple(scored))
         size = shape.size_for(step.num_tokens, step.num_sampled)
         buffer = pad_step(step, size=size, num_samples=shape.samples_of(size), null_slot=shape.max_num_seqs,
@@ -149,7 +149,7 @@ class ModelRunner:
             self._params, self._pools, self._block_table, self._last_id, buffer
         )
         ids, logprobs = None, None
-        if any([piece.samples and piece.request.full_sampling for piece in step.pieces]):
+        if any([chunk.samples and chunk.request.full_sampling for chunk in step.chunks]):
             samples = shape.samples_of(size)
             ids, self._processors, self._last_id, logprobs = self._programs.get(("sample_full", samples))(
                 self._sampling, self._processors, self._last_id, logits, slot, position, self._allowed(step, samples)
@@ -175,7 +175,7 @@ class ModelRunner:
 
     def _allowed(self, step: SchedulerOutput, rows: int) -> jax.Array | np.ndarray:
         """Which tokens each sampled row may take: all, on the device already, unless a row has a matcher."""
-        matchers = [piece.request.matcher for piece in step.pieces if piece.samples]
+        matchers = [chunk.request.matcher for chunk in step.chunks if chunk.samples]
         if not any(matchers):
             return self._all_allowed[rows]
         allowed = neutral_allowed(rows, self._vocab_size)
@@ -185,26 +185,26 @@ class ModelRunner:
         return allowed
 
     def _score(self, step: SchedulerOutput) -> tuple[SchedulerOutput, list[ScoredRows | HiddenRows]]:
-        """Compute the pieces whose log probabilities or hidden states are wanted; what is left for the step itself.
+        """Compute the chunks whose log probabilities or hidden states are wanted; what is left for the step itself.
 
-        Of a piece that samples its last token is left: its keys and values are written a second time.
+        Of a chunk that samples its last token is left: its keys and values are written a second time.
         """
-        left: list[ScheduledPiece] = []
-        parts: list[ScheduledPiece] = []
-        for piece in step.pieces:
-            if not is_scored(piece):
-                left.append(piece)
+        left: list[ScheduledChunk] = []
+        parts: list[ScheduledChunk] = []
+        for chunk in step.chunks:
+            if not is_scored(chunk):
+                left.append(chunk)
                 continue
-            parts += [part_of(piece, first, min(SCORED_ROWS, piece.num_tokens - first), self._shape.block_size)
-                      for first in range(0, piece.num_tokens, SCORED_ROWS)]
-            if piece.samples:
-                last = piece.num_tokens - 1
-                left.append(piece._replace(start=piece.start + last, token_ids=piece.token_ids[last:], num_tokens=1,
+            parts += [part_of(chunk, first, min(SCORED_ROWS, chunk.num_tokens - first), self._shape.block_size)
+                      for first in range(0, chunk.num_tokens, SCORED_ROWS)]
+            if chunk.samples:
+                last = chunk.num_tokens - 1
+                left.append(chunk._replace(start=chunk.start + last, token_ids=chunk.token_ids[last:], num_tokens=1,
                                            blocks=()))
         scored = [rows for together in runs_of(parts) for rows in self._score_rows(together)]
-        return SchedulerOutput(tuple(left), sum(piece.num_tokens for piece in left)), scored
+        return SchedulerOutput(tuple(left), sum(chunk.num_tokens for chunk in left)), scored
 
-    def _score_rows(self, parts: Sequence[ScheduledPiece]) -> Iterator[ScoredRows | HiddenRows]:
+    def _score_rows(self, parts: Sequence[ScheduledChunk]) -> Iterator[ScoredRows | HiddenRows]:
         """Parts of several requests, SCORED_ROWS tokens at most, in one program."""
         places = list(accumulate((part.num_tokens for part in parts), initial=0))
         rows = pad_step(SchedulerOutput(tuple(parts), places[-1]), size=SCORED_ROWS, num_samples=0,

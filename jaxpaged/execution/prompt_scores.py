@@ -9,7 +9,7 @@ import numpy as np
 from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.step_shape import SCORED_ROWS
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler_output import PooledTokens, PromptLogprobs, ScheduledPiece
+from jaxpaged.scheduling.scheduler_output import PooledTokens, PromptLogprobs, ScheduledChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +54,31 @@ class HiddenRows:
         return PooledTokens(self.request, self.start, pooled.tolist())
 
 
-def is_scored(piece: ScheduledPiece) -> bool:
-    """Whether log probabilities of the piece's tokens are wanted, or an embedding, and have not been given."""
-    request = piece.request
+def is_scored(chunk: ScheduledChunk) -> bool:
+    """Whether log probabilities of the chunk's tokens are wanted, or an embedding, and have not been given."""
+    request = chunk.request
     if not request.scored:
         return False
-    return wants_states(piece) or (
-        piece.start < request.num_prompt_tokens - 1 and len(request.token_ids) == request.num_prompt_tokens)
+    return wants_states(chunk) or (
+        chunk.start < request.num_prompt_tokens - 1 and len(request.token_ids) == request.num_prompt_tokens)
 
 
-def wants_states(piece: ScheduledPiece) -> bool:
+def wants_states(chunk: ScheduledChunk) -> bool:
     """Whether it is for an embedding."""
-    return piece.request.message.pooling is not None
+    return chunk.request.message.pooling is not None
 
 
-def part_of(piece: ScheduledPiece, first: int, count: int, block_size: int) -> ScheduledPiece:
-    """`count` tokens of a piece from its `first` on, and the blocks that begin with them; none of them is sampled."""
-    start = piece.start + first
-    begun, end = (-(-place // block_size) + piece.start // -block_size for place in (start, start + count))
-    return piece._replace(start=start, token_ids=piece.token_ids[first : first + count], num_tokens=count,
-                          samples=False, blocks=piece.blocks[begun:end])
+def part_of(chunk: ScheduledChunk, first: int, count: int, block_size: int) -> ScheduledChunk:
+    """`count` tokens of a chunk from its `first` on, and the blocks that begin with them; none of them is sampled."""
+    start = chunk.start + first
+    begun, end = (-(-place // block_size) + chunk.start // -block_size for place in (start, start + count))
+    return chunk._replace(start=start, token_ids=chunk.token_ids[first : first + count], num_tokens=count,
+                          samples=False, blocks=chunk.blocks[begun:end])
 
 
-def runs_of(parts: Iterable[ScheduledPiece]) -> Iterator[list[ScheduledPiece]]:
+def runs_of(parts: Iterable[ScheduledChunk]) -> Iterator[list[ScheduledChunk]]:
     """Neighbours of one kind that fit into SCORED_ROWS together."""
-    run: list[ScheduledPiece] = []
+    run: list[ScheduledChunk] = []
     room = SCORED_ROWS
     for part in parts:
         if run and (part.num_tokens > room or wants_states(part) != wants_states(run[0])):

@@ -43,8 +43,8 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
         int32 [4 * size + 2 * num_samples], read-only; see `StepRows` for the parts, in that order.
     """
     assert step.num_tokens <= size, f"{step.num_tokens} tokens do not fit a step of {size}"
-    # Column by column: a loop over the pieces in Python, hundreds in a step, would take longer than all of this.
-    _, slots, starts, token_ids, counts, samples, blocks, *_ = zip(*step.pieces, strict=True)
+    # Column by column: a loop over the chunks in Python, hundreds in a step, would take longer than all of this.
+    _, slots, starts, token_ids, counts, samples, blocks, *_ = zip(*step.chunks, strict=True)
     num_tokens = np.array(counts, np.int32)
     end = np.cumsum(num_tokens, dtype=np.int32)
     begin = end - num_tokens

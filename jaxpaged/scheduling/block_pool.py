@@ -14,7 +14,7 @@ from jaxpaged.scheduling.request import Request
 NULL_BLOCK = 0
 
 
-class BlockAllocator:
+class BlockPool:
     """Hands out the blocks of one pool and takes them back.
 
     Args:
@@ -45,7 +45,7 @@ class BlockAllocator:
         return len(self._free) + len(self._kept)
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Free blocks with content."""
         return len(self._kept)
 
@@ -66,7 +66,7 @@ class BlockAllocator:
     def can_allocate(self, count: int) -> bool:
         return count <= len(self._free) + len(self._kept)
 
-    def allocate(self, count: int) -> list[int]:
+    def get_new_blocks(self, count: int) -> list[int]:
         """Take `count` blocks with one owner each; all or none.
 
         Returns:
@@ -84,7 +84,7 @@ class BlockAllocator:
         self._num_references += count
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def touch(self, blocks: Iterable[int]) -> None:
         """Add an owner to each of these blocks, which have owners or content."""
         for block in blocks:
             if not self._owners[block]:
@@ -93,10 +93,10 @@ class BlockAllocator:
             self._owners[block] += 1
             self._num_references += 1
 
-    def num_owners(self, block: int) -> int:
+    def ref_count(self, block: int) -> int:
         return self._owners[block]
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free_blocks(self, blocks: Sequence[int]) -> None:
         """Drop one owner of each; blocks without owners become free, the last of a table first."""
         for block in reversed(blocks):
             assert self._owners[block] > 0, f"block {block} is freed without an owner"
@@ -120,12 +120,12 @@ class BlockAllocator:
             del self._kept[block]
             self._free.append(block)
 
-    def letters(self) -> str:
+    def state_codes(self) -> str:
         """What each block but the null block is used for, as `PoolState` spells it."""
-        letters = bytearray(b"fos"[min(owners, 2)] for owners in self._owners)
+        codes = bytearray(b"fos"[min(owners, 2)] for owners in self._owners)
         for block in self._kept:
-            letters[block] = ord("c")
-        return letters[NULL_BLOCK + 1:].decode()
+            codes[block] = ord("c")
+        return codes[NULL_BLOCK + 1:].decode()
 
     def blocks_with_content(self) -> set[int]:
         """Blocks, free or not, whose content is kept."""
@@ -170,7 +170,7 @@ class PrefixCache:
 
     def key(self, request: Request, index: int) -> Key:
         """The key of a request's block, whose tokens are all known; each is computed once in a request's life."""
-        keys, size = request.block_keys, self._block_size
+        keys, size = request.block_hashes, self._block_size
         while len(keys) <= index:
             start = len(keys) * size
             tokens = request.token_ids[start : start + size]

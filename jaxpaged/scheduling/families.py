@@ -1,11 +1,11 @@
 """Requests that are forked from one another token by token: the beams of a search.
 
-A member computes the logits of one token and stands: it keeps its slot and blocks, and has nothing to compute until
-whoever looks at the logits says which tokens follow. It goes on with the first of them itself, and with each other one
-in a fork, which owns the same blocks, the last one until somebody writes to it. Other requests wait for none of that.
+A member computes the logits of one token and is paused: it keeps its slot and blocks, and has nothing to compute until
+the search chooses the tokens that follow. It resumes with the first of them itself. Each other token resumes in a fork,
+which references the same blocks and copies the last one before writing to it. Other requests do not wait for any of it.
 
-Where a pool or the slots are too small for all of a family, its members take turns: one that stands gives up what it
-owns while another of them waits for a place, since neither could go on without the other.
+Where the pool or the slots are too small for a whole family, its members take turns: a paused member frees its slot and
+blocks while another member waits for them, since neither could resume without the other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ from jaxpaged.scheduling.request import Family, Request
 
 
 class Branch(NamedTuple):
-    """A token that follows on a request which stands.
+    """A token that continues a paused request.
 
     Attributes:
-        parent: id of the request.
-        child: id of the request that goes on with the token: the parent itself, or a new fork of it.
+        parent: id of the paused request.
+        child: id of the request that continues with the token: the parent itself, or a new fork of it.
     """
 
     parent: str
@@ -46,40 +46,40 @@ class Families:
         self._families.append(family)
         return self._member(family, message, orders[0])
 
-    def stand(self, request: Request) -> None:
-        """The logits behind a member's last token are there."""
-        request.stands = True
+    def pause(self, request: Request) -> None:
+        """A member's next logits are computed: pause it."""
+        request.paused = True
         if request.slot == -1:  # preempted meanwhile
             self._queues.waiting.remove(request)
 
-    def go_on(self, branches: Iterable[Branch]) -> None:
-        """Say which tokens follow on members that stand; each of them goes on with one itself."""
+    def resume(self, branches: Iterable[Branch]) -> None:
+        """Append tokens to paused members; each of them continues with one token itself."""
         forks, others = [], []
         for branch in branches:
             parent = self._queues.live[branch.parent]
-            assert parent.stands and parent.family is not None, f"{parent.request_id} does not wait for a token"
+            assert parent.paused and parent.family is not None, f"{parent.request_id} is not paused"
             if branch.child == branch.parent:
                 others.append((parent, branch.token))
                 continue
             message = replace(parent.message, request_id=branch.child)
             fork = self._member(parent.family, message, parent.family.free_orders.pop())
             fork.token_ids = list(parent.token_ids)
-            fork.go_on(branch.token)
-            fork.num_cached, fork.scheduled_time = parent.num_cached, parent.scheduled_time
+            fork.resume(branch.token)
+            fork.num_cached_tokens, fork.scheduled_time = parent.num_cached_tokens, parent.scheduled_time
             self._queues.live[branch.child] = fork
             forks.append((parent, fork))
         for parent, token in others:
-            parent.go_on(token)
+            parent.resume(token)
             if parent.slot == -1:
                 self._queues.waiting.add(parent)
-        self._admission.fork_standing(forks)
+        self._admission.fork_paused(forks)
 
     def take_turns(self) -> None:
-        """Before a step: members that stand make room for those of their family that wait."""
+        """Before a step: paused members make room for waiting members of their family."""
         for family in self._families:
-            if any(member.slot == -1 and not member.stands for member in family.members):
+            if any(member.slot == -1 and not member.paused for member in family.members):
                 for member in family.members:
-                    if member.stands and member.slot >= 0:
+                    if member.paused and member.slot >= 0:
                         self._planner.stop(member)
 
     def remove(self, request: Request) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockAllocator, Key, PrefixCache
+from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockPool, Key, PrefixCache
 from jaxpaged.scheduling.host_tier import HostBlock, HostTier, LoadBlocks, SaveBlocks
 from jaxpaged.scheduling.request import Request
 
@@ -33,7 +33,7 @@ class Transfers:
         saves: blocks to copy to host memory.
         copies: pairs of blocks, source and target.
         loads: blocks to fill from host memory.
-        drops: chunks of host memory that are not needed any more.
+        drops: segments of host memory that are not needed any more.
     """
 
     saves: tuple[SaveBlocks, ...] = ()
@@ -52,21 +52,21 @@ class KVManager:
     order on the device, so whoever reads it in a later step reads what was written.
 
     Args:
-        allocator: the pool's blocks.
+        pool: the pool's blocks.
         block_size: tokens in a block.
         prefix_caching: share the blocks of equal beginnings.
         host: keeps evicted blocks.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, *, prefix_caching: bool, host: HostTier | None = None
+        self, pool: BlockPool, block_size: int, *, prefix_caching: bool, host: HostTier | None = None
     ) -> None:
-        self.allocator = allocator
+        self.pool = pool
         self.block_size = block_size
         self._shared = prefix_caching
         self._host = host
         self._cache = PrefixCache(block_size, private=not prefix_caching) if prefix_caching or host else None
-        # Of the step being planned: blocks that its pieces fill, by key, and whose pieces they are.
+        # Of the step being planned: blocks that its chunks fill, by key, and whose chunks they are.
         self._planned: dict[Key, int] = {}
         self._writers: dict[int, Request] = {}
         self._copies: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ class KVManager:
         self._num_computed = 0  # tokens of all requests that own blocks
         self._tail_sharers: set[Request] = set()
         self.num_saved = self.num_loaded = 0
-        allocator.on_evict = self._forget
+        pool.on_evict = self._forget
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -86,18 +86,18 @@ class KVManager:
 
     def num_missing(self, request: Request, count: int) -> int:
         """Blocks to take before `count` more tokens of a running request can be computed."""
-        missing = max(0, -(-(request.num_computed + count) // self.block_size) - len(request.block_table))
+        missing = max(0, -(-(request.num_computed_tokens + count) // self.block_size) - len(request.block_table))
         return missing + 1 if request.shares_tail and count and self._tail_is_shared(request) else missing
 
     def take(self, request: Request, blocks: int) -> None:
         """Take so many blocks, which are free, for further tokens; the first one for a copy of a shared last block."""
-        taken = self.allocator.allocate(blocks)
+        taken = self.pool.get_new_blocks(blocks)
         if request.shares_tail and self._tail_is_shared(request):
             tail = request.block_table[-1]
             self._copies.append((tail, taken[0]))
-            self.allocator.free([tail])
+            self.pool.free_blocks([tail])
             request.block_table[-1] = taken.pop(0)
-            request.new_table = True
+            request.table_changed = True
         if request.shares_tail:
             request.shares_tail = False
             self._tail_sharers.remove(request)
@@ -105,15 +105,15 @@ class KVManager:
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let `child` own all blocks of a running request; whoever first writes to the last one gets a copy of it."""
-        self.allocator.share(parent.block_table)
+        self.pool.touch(parent.block_table)
         child.block_table = list(parent.block_table)
-        child.num_computed, child.num_keyed = parent.num_computed, parent.num_keyed
-        child.block_keys = list(parent.block_keys)
-        child.new_table = True
-        if parent.num_computed % self.block_size:
+        child.num_computed_tokens, child.num_cached_blocks = parent.num_computed_tokens, parent.num_cached_blocks
+        child.block_hashes = list(parent.block_hashes)
+        child.table_changed = True
+        if parent.num_computed_tokens % self.block_size:
             parent.shares_tail = child.shares_tail = True
             self._tail_sharers |= {parent, child}
-        self._num_computed += child.num_computed
+        self._num_computed += child.num_computed_tokens
 
     def drain_transfers(self) -> Transfers:
         """What has to be moved before the next step writes anything."""
@@ -131,17 +131,17 @@ class KVManager:
         return transfers
 
     def _grouped_loads(self) -> tuple[LoadBlocks, ...]:
-        """One load for each chunk."""
+        """One load for each segment."""
         targets: dict[int, list[int]] = {}
         for place, block in self._loads:
-            targets.setdefault(place.chunk, [NULL_BLOCK] * place.size)[place.row] = block
-        return tuple(LoadBlocks(chunk, tuple(blocks)) for chunk, blocks in targets.items())
+            targets.setdefault(place.segment, [NULL_BLOCK] * place.size)[place.row] = block
+        return tuple(LoadBlocks(segment, tuple(blocks)) for segment, blocks in targets.items())
 
     def _tail_is_shared(self, request: Request) -> bool:
-        return self.allocator.num_owners(request.block_table[-1]) > 1
+        return self.pool.ref_count(request.block_table[-1]) > 1
 
     def find_prefix(self, request: Request) -> Prefix:
-        """The longest beginning of a waiting request that blocks hold or a piece planned for this step will fill.
+        """The longest beginning of a waiting request that blocks hold or a chunk planned for this step will fill.
 
         Its last token stays to be computed: somebody has to give the logits.
         """
@@ -161,7 +161,7 @@ class KVManager:
                 on_host.append(place)
                 block = NULL_BLOCK
             blocks.append(block)
-        num_free = sum(block != NULL_BLOCK and not self.allocator.num_owners(block) for block in blocks)
+        num_free = sum(block != NULL_BLOCK and not self.pool.ref_count(block) for block in blocks)
         return Prefix(tuple(blocks), num_free, tuple(on_host))
 
     def num_needed(self, request: Request, prefix: Prefix) -> int:
@@ -172,47 +172,47 @@ class KVManager:
         """Let a request own its prefix, which counts as computed.
 
         Returns:
-            Requests whose pieces, planned for this step, fill blocks of it.
+            Requests whose chunks, planned for this step, fill blocks of it.
         """
-        self.let_go(request)
+        self.unpin(request)
         blocks = list(prefix.blocks)
-        self.allocator.share(block for block in blocks if block != NULL_BLOCK)
+        self.pool.touch(block for block in blocks if block != NULL_BLOCK)
         if prefix.on_host:
             assert self._cache is not None and self._host is not None
             indices = [index for index, block in enumerate(blocks) if block == NULL_BLOCK]
-            taken = self.allocator.allocate(len(indices))
+            taken = self.pool.get_new_blocks(len(indices))
             for index, block, place in zip(indices, taken, prefix.on_host, strict=True):
                 blocks[index] = block
                 self._loads.append((place, block))
                 self._host.use(place)
                 if self._cache.add(self._cache.key(request, index), block):
-                    self.allocator.keep(block)
+                    self.pool.keep(block)
         request.block_table = blocks
-        request.num_keyed = len(prefix.blocks)
-        request.num_computed = len(prefix.blocks) * self.block_size
-        self._num_computed += request.num_computed
-        request.new_table = bool(prefix.blocks)
+        request.num_cached_blocks = len(prefix.blocks)
+        request.num_computed_tokens = len(prefix.blocks) * self.block_size
+        self._num_computed += request.num_computed_tokens
+        request.table_changed = bool(prefix.blocks)
         return {self._writers[block] for block in prefix.blocks if block in self._writers}
 
     def plan(self, request: Request, count: int) -> None:
-        """Note the blocks that a piece of `count` tokens of a prompt will fill, if the step stays as it is planned."""
+        """Note the blocks that a chunk of `count` tokens of a prompt will fill, if the step stays as it is planned."""
         if self._cache is None:
             return
-        end = min(request.num_computed + count, len(request.token_ids))
-        for index in range(request.num_keyed, end // self.block_size):
+        end = min(request.num_computed_tokens + count, len(request.token_ids))
+        for index in range(request.num_cached_blocks, end // self.block_size):
             block = request.block_table[index]
             if self._planned.setdefault(self._cache.key(request, index), block) == block:
                 self._writers[block] = request
 
     def fills(self, request: Request, prefix: Prefix) -> bool:
-        """Whether a piece of this request that is planned for this step fills blocks of the prefix."""
+        """Whether a chunk of this request that is planned for this step fills blocks of the prefix."""
         return any(self._writers.get(block) is request for block in prefix.blocks)
 
     def next_key(self, request: Request, count: int) -> tuple[int, Key] | None:
         """Index and key of the first block that a prompt does not fill with its next tokens; None at its end."""
-        index = (request.num_computed + count) // self.block_size
+        index = (request.num_computed_tokens + count) // self.block_size
         full = len(request.token_ids) // self.block_size
-        if self._cache is None or request.num_keyed == NOT_SHARED or index >= full:
+        if self._cache is None or request.num_cached_blocks == NOT_SHARED or index >= full:
             return None
         return index, self._cache.key(request, index)
 
@@ -224,14 +224,14 @@ class KVManager:
 
     def note_computed(self, request: Request) -> None:
         """Tell the prefix cache of the blocks that are full of known tokens and written by planned steps."""
-        full = min(request.num_computed, len(request.token_ids)) // self.block_size
-        if full <= request.num_keyed or self._cache is None:
+        full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
+        if full <= request.num_cached_blocks or self._cache is None:
             return
-        for index in range(request.num_keyed, full):
+        for index in range(request.num_cached_blocks, full):
             block = request.block_table[index]
             if self._cache.add(self._cache.key(request, index), block):
-                self.allocator.keep(block)
-        request.num_keyed = full
+                self.pool.keep(block)
+        request.num_cached_blocks = full
 
     def end_plan(self, num_tokens: int) -> None:
         """A step of so many tokens is final: what was only planned is forgotten, `note_computed` has told the rest."""
@@ -240,7 +240,7 @@ class KVManager:
         self._writers.clear()
 
     def unplan(self, request: Request) -> None:
-        """A request loses its piece in the step being planned."""
+        """A request loses its chunk in the step being planned."""
         if self._copies:
             self._copies = [(source, target) for source, target in self._copies if target not in request.block_table]
         self._planned = {key: block for key, block in self._planned.items() if self._writers[block] is not request}
@@ -254,73 +254,73 @@ class KVManager:
         """
         if valid:
             self.note_computed(request)
-        self.allocator.free(request.block_table)
+        self.pool.free_blocks(request.block_table)
         request.block_table = []
-        self._num_computed -= request.num_computed
+        self._num_computed -= request.num_computed_tokens
         self._tail_sharers.discard(request)
-        request.num_computed = request.num_keyed = 0
-        request.shares_tail = request.new_table = False
+        request.num_computed_tokens = request.num_cached_blocks = 0
+        request.shares_tail = request.table_changed = False
 
-    def hold(self, request: Request) -> None:
+    def pin(self, request: Request) -> None:
         """Keep a preempted request's full blocks in host memory, once they are evicted, until it runs again."""
         if self._host is not None:
-            request.held_keys = tuple(request.block_keys)
-            self._host.hold(request.held_keys)
+            request.pinned_hashes = tuple(request.block_hashes)
+            self._host.pin(request.pinned_hashes)
 
-    def let_go(self, request: Request) -> None:
-        """Undo `hold`: the request runs again, or has ended."""
-        if request.held_keys and self._host is not None:
-            self._host.let_go(request.held_keys)
-            request.held_keys = ()
+    def unpin(self, request: Request) -> None:
+        """Undo `pin`: the request runs again, or has ended."""
+        if request.pinned_hashes and self._host is not None:
+            self._host.unpin(request.pinned_hashes)
+            request.pinned_hashes = ()
 
     def forget(self, request: Request) -> None:
         """A request has ended: what only itself could share is worth nothing any more."""
-        self.let_go(request)
+        self.unpin(request)
         if self._shared or self._cache is None:
             return
-        for key in request.block_keys:
+        for key in request.block_hashes:
             block = self._cache.get(key)
             if block is not None:
                 self._cache.remove(block)
-                self.allocator.discard(block)
+                self.pool.discard(block)
 
     def reset_prefix_cache(self, requests: Iterable[Request]) -> None:
         """Forget all content; what the running ones of all live requests have computed is shared with nobody."""
         if self._cache is None:
             return
         for block in self._cache.reset():
-            self.allocator.discard(block)
+            self.pool.discard(block)
         if self._host is not None:
             self._drops += self._host.reset()
             self._evicted.clear()
         for request in requests:
-            request.held_keys = ()
-            request.block_keys.clear()
-            request.num_keyed = NOT_SHARED if request.block_table else 0
+            request.pinned_hashes = ()
+            request.block_hashes.clear()
+            request.num_cached_blocks = NOT_SHARED if request.block_table else 0
 
     def slots(self) -> tuple[int, int]:
         """KV slots that requests hold, shared ones once, and how many of them are empty.
 
         A slot reserved for a step in flight counts as filled.
         """
-        empty = self.allocator.num_references * self.block_size - self._num_computed
+        empty = self.pool.num_references * self.block_size - self._num_computed
         tails: set[int] = set()
         for request in self._tail_sharers:
             if request.block_table[-1] in tails:
-                empty -= len(request.block_table) * self.block_size - request.num_computed
+                empty -= len(request.block_table) * self.block_size - request.num_computed_tokens
             tails.add(request.block_table[-1])
-        return self.allocator.num_used * self.block_size, empty
+        return self.pool.num_used * self.block_size, empty
 
     def check_integrity(self, requests: Collection[Request]) -> None:
         """Assert that the books agree with the block tables."""
-        computed = sum(request.num_computed for request in requests)
+        computed = sum(request.num_computed_tokens for request in requests)
         assert self._num_computed == computed, f"{self._num_computed} computed tokens on the books, {computed} in fact"
         assert self._tail_sharers == {request for request in requests if request.shares_tail}, "wrong sharers of tails"
-        self.allocator.check_integrity(request.block_table for request in requests)
+        self.pool.check_integrity(request.block_table for request in requests)
         if self._cache is None:
-            assert not self.allocator.num_kept, "content is kept although nobody can ask for it"
+            assert not self.pool.num_cached, "content is kept although nobody can ask for it"
         else:
-            self._cache.check_integrity(self.allocator.blocks_with_content())
+            self._cache.check_integrity(self.pool.blocks_with_content())
         if self._host is not None:
             self._host.check_integrity()
         assert not self._planned, "blocks of a plan outlive it"

@@ -6,21 +6,21 @@ from jaxpaged.scheduling.kv_manager import KVManager, Prefix
 from jaxpaged.scheduling.policy import Policy
 from jaxpaged.scheduling.queues import Queues
 from jaxpaged.scheduling.request import Request, RequestStatus
-from jaxpaged.scheduling.scheduler_output import ScheduledPiece
+from jaxpaged.scheduling.scheduler_output import ScheduledChunk
 
 # A step's time grows as its tokens plus about this many, on CPU as on GPU: the weights are read whatever the batch.
 STEP_OVERHEAD_TOKENS = 64
 
 
 class StepPlan:
-    """Token counts of a step's pieces.
+    """Token counts of a step's chunks.
 
     Args:
         budget: most tokens in the step.
 
     Attributes:
         left: tokens of the budget that nobody has yet.
-        counts: tokens of each request's piece, in the order of the rows.
+        counts: tokens of each request's chunk, in the order of the rows.
     """
 
     def __init__(self, budget: int) -> None:
@@ -39,18 +39,18 @@ class StepPlan:
         self.left -= count
 
     def drop(self, request: Request) -> None:
-        """Take a request's piece out again, if it has one."""
+        """Take a request's chunk out again, if it has one."""
         self.left += self.counts.pop(request, 0)
 
     def fix(self, request: Request) -> None:
-        """Another piece of this step reads what this request's piece writes: it stays, and stays as long as it is."""
+        """Another chunk of this step reads what this request's chunk writes: it stays, and stays as long as it is."""
         self._fixed.add(request)
 
     def is_fixed(self, request: Request) -> bool:
         return request in self._fixed
 
     def fit(self, step_sizes: Sequence[int]) -> None:
-        """Cut prefill pieces down to the next smaller step size where the padding would cost more than they bring.
+        """Cut prefill chunks down to the next smaller step size where the padding would cost more than they bring.
 
         A token of each stays: cut away whole, a short prompt would wait for as long as the others fill that size.
         """
@@ -74,7 +74,7 @@ class StepPlan:
 # A prompt of more tokens than this, and than a budget, takes no more of a step than the requests beside it, so that the
 # gaps in their streams stay small; but at least an eighth of the budget, and more of a small one.
 LONG_PROMPT_TOKENS = 2048
-LONG_PROMPT_PIECE = 128
+LONG_PROMPT_CHUNK = 128
 # Waiting requests that one step looks at.
 LOOK_AHEAD = 64
 
@@ -99,7 +99,7 @@ class StepPlanner:
         self.num_preemptions = 0
         self._queues = queues
         self._kv = kv
-        self._allocator = kv.allocator
+        self._pool = kv.pool
         self._block_size = kv.block_size
         self._budget = budget
         self._step_sizes = tuple(step_sizes)
@@ -109,28 +109,28 @@ class StepPlanner:
         """Begin a step."""
         self.plan = StepPlan(self._budget)
 
-    def commit(self) -> list[ScheduledPiece]:
+    def commit(self) -> list[ScheduledChunk]:
         """Fit the plan to a step size; it is final then, and its tokens count as computed."""
         self.plan.fit(self._step_sizes)
-        pieces = []
+        chunks = []
         block_size = self._block_size
         for request, count in self.plan.counts.items():
-            start, known, table = request.num_computed, request.token_ids, request.block_table
+            start, known, table = request.num_computed_tokens, request.token_ids, request.block_table
             end = start + count
-            request.num_computed = end
+            request.num_computed_tokens = end
             samples = end == len(known) + request.num_pending
             request.num_pending += samples
-            if end // block_size > request.num_keyed:
+            if end // block_size > request.num_cached_blocks:
                 self._kv.note_computed(request)
-            admit, rewrite = request.new_in_slot, request.new_table
+            admit, rewrite = request.new_in_slot, request.table_changed
             if admit or rewrite:
-                request.new_in_slot = request.new_table = False
+                request.new_in_slot = request.table_changed = False
             # By position: hundreds are made per step, and keywords would cost more than the rest of this loop.
-            pieces.append(ScheduledPiece(
+            chunks.append(ScheduledChunk(
                 request, request.slot, start, known[start:end] if start < len(known) else (), count, samples,
                 table[-(-start // block_size) : -(-end // block_size)] if count > 1 or not start % block_size else (),
                 admit, tuple(table) if rewrite else ()))
-        return pieces
+        return chunks
 
     def plan_decodes(self) -> list[Request]:
         """Plan the running requests that lack one token; return the others that lack some, in their order.
@@ -149,14 +149,14 @@ class StepPlanner:
                 continue
             if count > 1:
                 prefills.append(request)
-            elif ((request.num_computed < len(request.block_table) * block_size and not request.shares_tail)
+            elif ((request.num_computed_tokens < len(request.block_table) * block_size and not request.shares_tail)
                   or self._take_blocks(request, 1)):
                 plan.counts[request] = 1
                 plan.left -= 1
         return prefills
 
     def plan_prefills(self, prefills: list[Request]) -> None:
-        """Plan pieces of the prompts under way: the first one's, then the others', those that lack least first."""
+        """Plan chunks of the prompts under way: the first one's, then the others', those that lack least first."""
         if prefills:
             first, *others = prefills
             others.sort(key=lambda request: request.num_to_compute)
@@ -169,17 +169,17 @@ class StepPlanner:
         for request in prefills:
             planned = self.plan.counts.get(request, 0)
             count = min(request.num_to_compute, planned + self.plan.left)
-            if not 0 < planned < count or self._gives_way(request):
+            if not 0 < planned < count or self._is_long_prompt(request):
                 continue
-            if self._allocator.can_allocate(self._kv.num_missing(request, count)):
+            if self._pool.can_allocate(self._kv.num_missing(request, count)):
                 self._take_blocks(request, count)
                 self.plan.add(request, count - planned)
 
     def plan_piece(self, request: Request, others: Sequence[Request] = ()) -> None:
-        """Plan a piece of a prompt; `others` lack tokens as well, the first of them least."""
+        """Plan a chunk of a prompt; `others` lack tokens as well, the first of them least."""
         count, left = request.num_to_compute, self.plan.left
-        if self._gives_way(request):
-            least = max(self._budget // 8, min(self._budget // 4, LONG_PROMPT_PIECE))
+        if self._is_long_prompt(request):
+            least = max(self._budget // 8, min(self._budget // 4, LONG_PROMPT_CHUNK))
             left = min(left, max(least, self._budget - left + STEP_OVERHEAD_TOKENS))
         if count > left:
             shorter = (others and others[0].num_to_compute < count) or any(
@@ -189,14 +189,14 @@ class StepPlanner:
             self._kv.plan(request, count)
             self.plan.add(request, count)
 
-    def _gives_way(self, request: Request) -> bool:
+    def _is_long_prompt(self, request: Request) -> bool:
         """Whether a prompt is so long that the requests beside it would feel every step full of it."""
-        lacked = request.num_tokens - request.num_cached
+        lacked = request.num_tokens - request.num_cached_tokens
         return lacked > max(LONG_PROMPT_TOKENS, self._budget) and len(self._queues.running) > 1
 
     def _take_blocks(self, request: Request, count: int) -> bool:
         """Take the blocks for `count` more tokens, preempting the last; False where the request had to go itself."""
-        while not self._allocator.can_allocate(missing := self._kv.num_missing(request, count)):
+        while not self._pool.can_allocate(missing := self._kv.num_missing(request, count)):
             victim = self._queues.running[-1]
             self.preempt(victim)
             if victim is request:
@@ -212,15 +212,15 @@ class StepPlanner:
         self.stop(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        if not request.stands:
+        if not request.paused:
             self._queues.waiting.add(request)
 
     def stop(self, request: Request) -> None:
-        """Take the blocks and the slot of a running request that has no piece in the step; it is in no queue then."""
+        """Take the blocks and the slot of a running request that has no chunk in the step; it is in no queue then."""
         self._kv.release(request)
         self._queues.stop(request)
         if self._swap:
-            self._kv.hold(request)
+            self._kv.pin(request)
         request.status = RequestStatus.PREEMPTED
 
 
@@ -234,7 +234,7 @@ class Admission:
     Args:
         queues: who waits and who runs.
         kv: the blocks, and what of a prompt they hold already.
-        planner: plans the first piece of whoever is let in, and preempts for those who may ask for it.
+        planner: plans the first chunk of whoever is let in, and preempts for those who may ask for it.
         max_samples: most rows that a step can sample.
     """
 
@@ -243,7 +243,7 @@ class Admission:
     ) -> None:
         self._queues = queues
         self._kv = kv
-        self._allocator = kv.allocator
+        self._pool = kv.pool
         self._block_size = kv.block_size
         self._planner = planner
         self._policy = policy
@@ -270,7 +270,7 @@ class Admission:
             if reserved < 0:
                 reserved = sum([self._reserved_for(running) for running in self._queues.running])
             may_preempt = self._may_preempt(request)
-            if not (may_preempt or self._allocator.can_allocate(reserved + 1)):
+            if not (may_preempt or self._pool.can_allocate(reserved + 1)):
                 return  # nobody fits
             prefix = self._kv.find_prefix(request)
             if not self._fits(request, prefix, reserved):
@@ -314,7 +314,7 @@ class Admission:
     def _fits(self, request: Request, prefix: Prefix, reserved: int) -> bool:
         # All of what it has must fit beside what the running still need for theirs, and some blocks to grow, so
         # that half-done prefills do not block one another and nobody is preempted a moment after admission.
-        return self._queues.num_free_slots > 0 and self._planner.plan.left > 0 and self._allocator.can_allocate(
+        return self._queues.num_free_slots > 0 and self._planner.plan.left > 0 and self._pool.can_allocate(
             self._needed_for(request, prefix) + reserved)
 
     def _needed_for(self, request: Request, prefix: Prefix) -> int:
@@ -332,7 +332,7 @@ class Admission:
             prefix: what holds the beginning of the waiting one; blocks in it that victims give back are no gain.
             reserved: blocks that the running ones still need.
         """
-        slots, tokens, blocks = self._queues.num_free_slots, self._planner.plan.left, self._allocator.num_free
+        slots, tokens, blocks = self._queues.num_free_slots, self._planner.plan.left, self._pool.num_free
         stay = list(self._queues.running)
         victims: list[Request] = []
         needed = self._needed_for(request, prefix)
@@ -347,7 +347,7 @@ class Admission:
             reserved -= self._reserved_for(victim)
             slots += 1
             tokens += self._planner.plan.counts.get(victim, 0)
-            blocks += sum(self._allocator.num_owners(block) == 1 and block not in kept for block in victim.block_table)
+            blocks += sum(self._pool.ref_count(block) == 1 and block not in kept for block in victim.block_table)
         for victim in victims:
             self._planner.preempt(victim)
         return True
@@ -356,47 +356,47 @@ class Admission:
         for writer in self._kv.begin(request, prefix):
             self._planner.plan.fix(writer)
         if request.status is RequestStatus.WAITING and not request.message.choice:
-            request.num_cached = request.num_computed  # what choices share with one another does not count
+            request.num_cached_tokens = request.num_computed_tokens  # sharing among choices does not count
         self._queues.waiting.remove(request)
         self._queues.run(request, now)
 
-    def with_forks(self, pieces: Sequence[ScheduledPiece], now: float) -> list[ScheduledPiece]:
-        """The pieces, and after each that ends a prompt those of its forks; forks without room wait like others."""
-        room = self._max_samples - sum(piece.samples for piece in pieces)
-        all_pieces: list[ScheduledPiece] = []
-        for piece in pieces:
-            all_pieces.append(piece)
-            leader = piece.request
-            if not piece.samples or not leader.forks:
+    def with_forks(self, chunks: Sequence[ScheduledChunk], now: float) -> list[ScheduledChunk]:
+        """The chunks, and after each that ends a prompt those of its forks; forks without room wait like others."""
+        room = self._max_samples - sum(chunk.samples for chunk in chunks)
+        all_chunks: list[ScheduledChunk] = []
+        for chunk in chunks:
+            all_chunks.append(chunk)
+            leader = chunk.request
+            if not chunk.samples or not leader.forks:
                 continue
             reserved = sum(self._reserved_for(running) for running in self._queues.running)
             for fork in self._queues.detach_forks(leader):
                 # Each will need a block of its own as soon as it goes on.
-                if room > 0 and self._queues.num_free_slots and self._allocator.can_allocate(reserved + 1):
-                    all_pieces.append(self._fork(leader, fork, now))
+                if room > 0 and self._queues.num_free_slots and self._pool.can_allocate(reserved + 1):
+                    all_chunks.append(self._fork(leader, fork, now))
                     reserved += 1 + self._policy.growth_blocks(fork, self._block_size)
                     room -= 1
                 else:
                     self._queues.waiting.add(fork)
-        return all_pieces
+        return all_chunks
 
-    def fork_standing(self, forks: Sequence[tuple[Request, Request]]) -> None:
+    def fork_paused(self, forks: Sequence[tuple[Request, Request]]) -> None:
         """Let forks, given with their parents, run beside them; those without room wait like others."""
         reserved = sum(self._reserved_for(running) for running in self._queues.running) if forks else 0
         for parent, fork in forks:
-            if parent.slot >= 0 and self._queues.num_free_slots and self._allocator.can_allocate(reserved + 1):
+            if parent.slot >= 0 and self._queues.num_free_slots and self._pool.can_allocate(reserved + 1):
                 self._kv.fork(parent, fork)
                 self._queues.run(fork, parent.scheduled_time or 0.0)
                 reserved += 1 + self._policy.growth_blocks(fork, self._block_size)
             else:
-                fork.block_keys = list(parent.block_keys)
+                fork.block_hashes = list(parent.block_hashes)
                 fork.status = RequestStatus.PREEMPTED  # what its prompt had in the cache has been told
                 self._queues.waiting.add(fork)
 
-    def _fork(self, leader: Request, fork: Request, now: float) -> ScheduledPiece:
+    def _fork(self, leader: Request, fork: Request, now: float) -> ScheduledChunk:
         self._kv.fork(leader, fork)
         self._queues.run(fork, now)
-        fork.num_cached = leader.num_cached
+        fork.num_cached_tokens = leader.num_cached_tokens
         fork.num_pending = 1
-        fork.new_in_slot = fork.new_table = False
-        return ScheduledPiece(fork, fork.slot, fork.num_computed, (), 0, True, (), True, tuple(fork.block_table))
+        fork.new_in_slot = fork.table_changed = False
+        return ScheduledChunk(fork, fork.slot, fork.num_computed_tokens, (), 0, True, (), True, tuple(fork.block_table))

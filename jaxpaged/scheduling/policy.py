@@ -104,7 +104,7 @@ class PredictedPolicy(FcfsPolicy):
         self._horizon = horizon
 
     def queue_key(self, request: Request) -> Key:
-        prefill = (request.num_tokens - request.num_computed) * _PREFILL_TOKEN_STEPS
+        prefill = (request.num_tokens - request.num_computed_tokens) * _PREFILL_TOKEN_STEPS
         left = self._predictor.remaining(request.message, request.num_output_tokens)
         return (prefill + left + request.message.arrival_time * self._ageing_rate, request.order)
 

@@ -1,6 +1,6 @@
 """Where every live request is: waiting, running in a slot, or behind the request that computes its prompt.
 
-A member of a family that has lost its slot while it stands is in no queue: it waits only once it is told to go on.
+A paused member of a family that has lost its slot is in no queue: it waits again once it is resumed.
 """
 
 from bisect import bisect_left, insort
@@ -118,7 +118,7 @@ class Queues:
             request.leader.forks.remove(request)
             request.leader = None
             self.num_forks -= 1
-        elif not request.stands:
+        elif not request.paused:
             self.waiting.remove(request)
         for fork in self.detach_forks(request):
             self.waiting.add(fork)
@@ -130,7 +130,7 @@ class Queues:
         assert len(slots) == len(set(slots)) == self._num_slots and -1 not in slots, f"slots in use and free: {slots}"
         forks = [fork for request in self.live.values() for fork in request.forks]
         assert len(forks) == self.num_forks and all(fork.leader and fork in fork.leader.forks for fork in forks)
-        resting = [request for request in self.live.values() if request.stands and request.slot == -1]
+        resting = [request for request in self.live.values() if request.paused and request.slot == -1]
         queued = len(self.waiting) + len(self.running) + len(forks) + len(resting)
         assert len(self.live) == queued, "a request is in no queue, or in two"
         for request in self.running:

@@ -54,23 +54,23 @@ class Request:
         order: arrival number; the smaller is never preempted for the larger.
         token_ids: prompt and output known on the host.
         num_prompt_tokens: tokens of the prompt.
-        max_length: most tokens that it can have; of a member of a family, until it is told to go on.
-        num_computed: tokens whose keys and values are written or will be by a dispatched step.
+        max_length: most tokens that it can have; of a member of a family, until it is resumed.
+        num_computed_tokens: tokens whose keys and values are written or will be by a dispatched step.
         num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
         block_table: blocks in order of position; only ever appended to while RUNNING.
         predicted_length: tokens that a policy expects it to have in the end; 0 where none does.
         slot: index of its device-side state while RUNNING, else -1.
-        new_in_slot: no piece has been made since it got its slot.
-        block_keys: prefix-cache keys of its first full blocks, as far as anybody has asked.
-        num_keyed: blocks of the table whose content the prefix cache has been told.
+        new_in_slot: no chunk has been made since it got its slot.
+        block_hashes: prefix-cache keys of its first full blocks, as far as anybody has asked.
+        num_cached_blocks: blocks of the table whose content the prefix cache has been told.
         shares_tail: its last block, which is not full, may have other owners: it is copied before it is written.
-        new_table: blocks before the end of its table have changed since the device was told.
+        table_changed: blocks before the end of its table have changed since the device was told.
         leader: the running or waiting request that computes the prompt for this one, too.
         forks: those for which this one computes the prompt.
-        family: those that it is forked from, or that are from it; then it stands after each token.
-        stands: the logits behind its last token are there, and it has not been told which token follows.
-        held_keys: keys of blocks that host memory keeps for it until it runs again.
-        num_cached: prompt tokens that the prefix cache spared it when it was first let in.
+        family: those that it is forked from, or that are from it; it is then paused after each token.
+        paused: its next logits are computed, and it awaits a branch: the token to continue with.
+        pinned_hashes: keys of blocks that host memory keeps for it until it runs again.
+        num_cached_tokens: prompt tokens that the prefix cache spared it when it was first let in.
         num_passed: times that a request behind it in the queue was let in because it did not fit itself.
         full_sampling: whether its rows need the full variant of the sampler.
         scored: whether more is wanted of its prompt than keys and values: log probabilities, or an embedding.
@@ -86,22 +86,22 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_length: int = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     num_pending: int = 0
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     slot: int = -1
     new_in_slot: bool = False
-    block_keys: list[bytes] = field(default_factory=list)
-    num_keyed: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_blocks: int = 0
     shares_tail: bool = False
-    new_table: bool = False
+    table_changed: bool = False
     leader: "Request | None" = None
     forks: "list[Request]" = field(default_factory=list)
     family: Family | None = None
-    stands: bool = False
-    held_keys: tuple[bytes, ...] = ()
-    num_cached: int = 0
+    paused: bool = False
+    pinned_hashes: tuple[bytes, ...] = ()
+    num_cached_tokens: int = 0
     num_passed: int = 0
     scheduled_time: float | None = None
     full_sampling: bool = False
@@ -120,11 +120,11 @@ class Request:
         self.full_sampling = self.message.params.full_sampling or self.matcher is not None
         self.scored = self.message.params.prompt_logprobs is not None or self.message.pooling is not None
 
-    def go_on(self, token: int) -> None:
-        """Take in the token that follows, and stand until then no more."""
+    def resume(self, token: int) -> None:
+        """Append the token that follows; the request is no longer paused."""
         self.token_ids.append(token)
         self.max_length = len(self.token_ids) + 1
-        self.stands = False
+        self.paused = False
 
     def pool(self, start: int, values: list[float]) -> None:
         """Take in what the prompt's tokens from `start` on add to the embedding; a preempted prompt begins anew."""
@@ -151,8 +151,8 @@ class Request:
         """Tokens that a step could process now; none once the last token is on its way."""
         tokens = len(self.token_ids) + self.num_pending
         if self.matcher is not None and tokens < self.max_length and (self.num_pending or self._lacks_mask):
-            return max(0, len(self.token_ids) - 1 - self.num_computed)  # all but the one that is followed by a draw
-        return tokens - self.num_computed if tokens < self.max_length else 0
+            return max(0, len(self.token_ids) - 1 - self.num_computed_tokens)  # all but the token that samples
+        return tokens - self.num_computed_tokens if tokens < self.max_length else 0
 
     @property
     def _lacks_mask(self) -> bool:

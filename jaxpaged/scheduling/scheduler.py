@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxpaged.core.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.core.outputs import FinishReason
-from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.families import Branch, Families
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager
@@ -40,7 +40,7 @@ class Scheduler:
     """Serves requests in the order of a policy over slots, blocks and a token budget.
 
     Args:
-        allocator: the pool's blocks.
+        pool: the pool's blocks.
         block_size: tokens in a block.
         max_num_seqs: slots.
         max_num_batched_tokens: token budget of a step.
@@ -53,7 +53,7 @@ class Scheduler:
 
     def __init__(
         self,
-        allocator: BlockAllocator,
+        pool: BlockPool,
         *,
         block_size: int,
         max_num_seqs: int,
@@ -64,8 +64,8 @@ class Scheduler:
         host: HostTier | None = None,
         swap: bool = False,
     ) -> None:
-        self._allocator = allocator
-        self._kv = KVManager(allocator, block_size, prefix_caching=prefix_caching,
+        self._pool = pool
+        self._kv = KVManager(pool, block_size, prefix_caching=prefix_caching,
                              host=host if prefix_caching or swap else None)
         self._policy = policy or FcfsPolicy()
         self._queues = Queues(self._policy, max_num_seqs)
@@ -91,16 +91,18 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._queues.live)
 
-    def add(self, message: EngineRequest, matcher: StructuredOutputMatcher | None = None, *, branches: int = 0) -> None:
+    def add_request(
+        self, message: EngineRequest, matcher: StructuredOutputMatcher | None = None, *, branches: int = 0
+    ) -> None:
         """Queue a request.
 
         Args:
-            branches: of a request that stands after each token until `go_on` tells what follows, the most requests that
-                it can become; 0 for one that goes on by itself.
+            branches: maximum number of requests that this one can branch into. Such a request is paused after each
+                token until `resume`; 0 for an ordinary request.
         """
         assert message.request_id not in self._queues.live, f"request id {message.request_id} is already live"
         needed = self._kv.blocks_for(len(message.prompt_token_ids) + message.max_tokens)
-        assert needed <= self._allocator.num_usable, f"{needed} blocks can never be had"
+        assert needed <= self._pool.num_usable, f"{needed} blocks can never be had"
         first, self._num_arrived = self._num_arrived, self._num_arrived + max(branches, 1)
         if branches:
             self._queues.add(self._families.begin(message, range(first, self._num_arrived)))
@@ -118,23 +120,23 @@ class Scheduler:
         planner.plan_prefills(prefills)
         self._admission.admit_waiting(prefills, now)
         planner.plan_rest(prefills)
-        pieces = planner.commit()
+        chunks = planner.commit()
         if self._queues.num_forks:
-            pieces = self._admission.with_forks(pieces, now)
+            chunks = self._admission.with_forks(chunks, now)
         self._kv.end_plan(planner.plan.num_tokens)
-        # Without a piece nothing is dispatched: what there is to move waits for the next step.
-        transfers = self._kv.drain_transfers() if pieces else NO_TRANSFERS
-        return SchedulerOutput(tuple(pieces), planner.plan.num_tokens, transfers)
+        # Without a chunk nothing is dispatched: what there is to move waits for the next step.
+        transfers = self._kv.drain_transfers() if chunks else NO_TRANSFERS
+        return SchedulerOutput(tuple(chunks), planner.plan.num_tokens, transfers)
 
-    def update(
+    def update_from_output(
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
         prompts: Sequence[PromptLogprobs | PooledTokens] = (),
     ) -> list[TokenDelta]:
-        """Take in what a step sampled, in the order of its sampling pieces; finish what has ended.
+        """Take in what a step sampled, in the order of its sampling chunks; finish what has ended.
 
         Args:
             logprobs: of the sampled ids, None for those whose requests want none.
-            prompts: of the pieces whose requests want log probabilities of their prompts, or embeddings.
+            prompts: of the chunks whose requests want log probabilities of their prompts, or embeddings.
         """
         deltas = []
         for found in prompts:
@@ -144,7 +146,7 @@ class Scheduler:
             del found.request.prompt_logprobs[found.start :]  # a prompt that was preempted began anew
             found.request.prompt_logprobs += found.values
         ended = RequestStatus.FINISHED_STOPPED
-        requests = [piece.request for piece in step.pieces if piece.samples]
+        requests = [chunk.request for chunk in step.chunks if chunk.samples]
         for request, token, logprob in zip(requests, sampled, logprobs or [None] * len(requests), strict=True):
             if request.status >= ended:
                 continue  # it ended while this step was already running: the row is ignored
@@ -153,8 +155,8 @@ class Scheduler:
                 deltas.append(self._end_without_token(request, token))
                 continue
             if request.family is not None:
-                self._families.stand(request)
-                deltas.append(TokenDelta(request.request_id, (token,), None, None, request.num_cached,
+                self._families.pause(request)
+                deltas.append(TokenDelta(request.request_id, (token,), None, None, request.num_cached_tokens,
                                          request.num_preemptions, request.scheduled_time,
                                          logprobs=() if logprob is None else (logprob,)))
                 continue
@@ -175,9 +177,9 @@ class Scheduler:
                 deltas.append(self._finish(request, RequestStatus.FINISHED_STOPPED))
         return deltas
 
-    def go_on(self, branches: Iterable[Branch]) -> None:
-        """Say which tokens follow on requests that stand; those on which none follows are aborted before."""
-        self._families.go_on(branches)
+    def resume(self, branches: Iterable[Branch]) -> None:
+        """Append a token to each paused request that continues; the caller has aborted the others."""
+        self._families.resume(branches)
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:
         """End these requests now; unknown and finished ids are ignored."""
@@ -212,7 +214,8 @@ class Scheduler:
         self._kv.check_integrity(self._queues.live.values())
         self._queues.check_integrity()
         for request in self._queues.running:
-            assert len(request.block_table) >= self._kv.blocks_for(request.num_computed), "computed tokens, no blocks"
+            needed = self._kv.blocks_for(request.num_computed_tokens)
+            assert len(request.block_table) >= needed, "computed tokens without blocks"
 
     def _end_without_token(self, request: Request, token: int) -> TokenDelta:
         if token == NO_TOKEN_LEFT:
@@ -234,7 +237,7 @@ class Scheduler:
             shown = (token,) if message.max_tokens else ()  # of a prompt alone nothing but the end is told
             return self._finish(request, RequestStatus.FINISHED_LENGTH, shown)
         # As `_delta` gives it: hundreds are made per step.
-        return TokenDelta(request.request_id, (token,), None, None, request.num_cached, request.num_preemptions,
+        return TokenDelta(request.request_id, (token,), None, None, request.num_cached_tokens, request.num_preemptions,
                           request.scheduled_time if length == request.num_prompt_tokens + 1 else None)
 
     def _finish(
@@ -264,5 +267,5 @@ def _delta(
     error: str | None = None,
 ) -> TokenDelta:
     first = bool(token_ids) and len(request.token_ids) == request.num_prompt_tokens + len(token_ids)
-    return TokenDelta(request.request_id, token_ids, finish_reason, stop_reason, request.num_cached,
+    return TokenDelta(request.request_id, token_ids, finish_reason, stop_reason, request.num_cached_tokens,
                       request.num_preemptions, request.scheduled_time if first else None, error)

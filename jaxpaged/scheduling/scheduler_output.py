@@ -12,20 +12,20 @@ FAILED_TOKEN = -1  # what the sampler returns for a row whose logits are not fin
 NO_TOKEN_LEFT = -2  # and for one where everything is forbidden
 
 
-class ScheduledPiece(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """Consecutive tokens of one request in one step.
 
     Attributes:
         slot: the request's slot; kept here because a finished request loses it while the step runs.
         start: position of the first token.
-        token_ids: ids of the piece; one that is still in flight is missing at the end.
-        num_tokens: length of the piece.
-        samples: whether the step samples the token after the piece's last.
-        blocks: the block of each position in the piece that begins a block, in order.
-        admit: the piece is the first since the request got its slot.
+        token_ids: ids of the chunk; one that is still in flight is missing at the end.
+        num_tokens: length of the chunk.
+        samples: whether the step samples the token after the chunk's last.
+        blocks: the block of each position in the chunk that begins a block, in order.
+        admit: the chunk is the first since the request got its slot.
         table: all blocks of the request where the slot's columns before `start` have to be written, else empty.
 
-    A piece without tokens samples once more after the row that the piece before it samples after.
+    A chunk without tokens samples once more after the row that the chunk before it samples after.
     """
 
     request: Request
@@ -57,20 +57,20 @@ class PooledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: its pieces, how many tokens they hold, and which blocks have to be moved before it."""
+    """One step: its chunks, how many tokens they hold, and which blocks have to be moved before it."""
 
-    pieces: tuple[ScheduledPiece, ...]
+    chunks: tuple[ScheduledChunk, ...]
     num_tokens: int
     transfers: Transfers = NO_TRANSFERS
 
     @property
     def num_sampled(self) -> int:
-        return sum([piece.samples for piece in self.pieces])
+        return sum([chunk.samples for chunk in self.chunks])
 
     @property
     def kind(self) -> str:
         """decode, prefill or mixed, as the metrics call it."""
-        counts = {piece.num_tokens for piece in self.pieces}
+        counts = {chunk.num_tokens for chunk in self.chunks}
         if max(counts) == 1:
             return "decode"
         return "mixed" if 1 in counts else "prefill"

@@ -16,7 +16,7 @@ DEVICE = Device(StepTime(0.02, 1.2e-4, 6e-7), kv_tokens=15_700)
 
 
 def test_a_request_alone_takes_its_steps() -> None:
-    """A prompt of 300 tokens in pieces of 128, then a token per step; nothing else."""
+    """A prompt of 300 tokens in chunks of 128, then a token per step; nothing else."""
     device = dataclasses.replace(DEVICE, max_num_batched_tokens=128)
     [found] = simulate([Arrival(3.0, 300, 5, None, 0)], device).outcomes
     sizes = [(128, 128), (128, 256), (44, 300), (1, 301), (1, 302), (1, 303), (1, 304)]

@@ -103,7 +103,7 @@ LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100)
 BATCH = [request(f"length {length}", random_prompt(length, length), 24) for length in LENGTHS]
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
-    "small pieces": {"max_num_batched_tokens": 7},
+    "small chunks": {"max_num_batched_tokens": 7},
     "attention on XLA": {"cpu_attention": "xla"},
     "all on XLA": {"cpu_attention": "xla", "cpu_linear": "xla"},
     "few blocks": FEW_BLOCKS,
@@ -127,7 +127,7 @@ def few_blocks(make_engine: MakeEngine) -> Engine:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_greedy_ids_are_the_same_however_requests_are_run(make_engine: MakeEngine, name: str) -> None:
-    """In a batch, alone, in pieces of every size, and with blocks taken away on the way."""
+    """In a batch, alone, in chunks of every size, and with blocks taken away on the way."""
     engine = make_engine(**ENGINES[name])
     check_greedy(BATCH, run(engine, BATCH))
     check_greedy(BATCH[::-1], run(engine, BATCH[::-1]))
@@ -294,7 +294,7 @@ def test_blocks_that_held_what_is_not_a_number_can_be_used_again(poisoned: Engin
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 9])
 def test_an_aborted_request_is_gone_at_once_and_the_others_go_on(engine: Engine, steps: int) -> None:
-    """Queued, between prefill pieces, with a token in flight, and decoding."""
+    """Queued, between prefill chunks, with a token in flight, and decoding."""
     for item in BATCH:
         engine.add_request(item)
     results: dict[str, Result] = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.execution.step_input import pad_step
-from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.scheduling.scheduler_output import SchedulerOutput
@@ -39,14 +39,14 @@ def calls(work: Callable[[], object]) -> int:
 
 def busy_scheduler(running: int, waiting: int, policy: str, *, slots: int) -> Scheduler:
     """All of the first decode, the others wait: for a slot, or for blocks where there are slots."""
-    scheduler = Scheduler(BlockAllocator(2 + 3 * running), block_size=16, max_num_seqs=slots,
+    scheduler = Scheduler(BlockPool(2 + 3 * running), block_size=16, max_num_seqs=slots,
                           max_num_batched_tokens=20 * running, policy=POLICIES[policy]())
     for first, last, length in ((0, running, 20), (running, running + waiting, 16 * running + 32)):
         for number in range(first, last):
-            scheduler.add(EngineRequest(f"r{number}", (number, *range(1, length)), SamplingParams(), 12))
+            scheduler.add_request(EngineRequest(f"r{number}", (number, *range(1, length)), SamplingParams(), 12))
         for _ in range(running // 64 + 1):  # not all are let in in one step
             step = scheduler.schedule()
-            scheduler.update(step, [0] * step.num_sampled)
+            scheduler.update_from_output(step, [0] * step.num_sampled)
     assert (scheduler.num_running, scheduler.num_waiting) == (running, waiting)
     return scheduler
 
@@ -59,7 +59,7 @@ def step_calls(scheduler: Scheduler) -> int:
     def work() -> None:
         step.append(scheduler.schedule())
         pad_step(step[0], size=running, num_samples=running, null_slot=running, block_size=16)
-        scheduler.update(step[0], [0] * running)
+        scheduler.update_from_output(step[0], [0] * running)
 
     count = calls(work)
     assert step[0].num_sampled == running
@@ -87,7 +87,7 @@ def test_coming_and_going_costs_the_same_however_many_wait(policy: str) -> None:
         message = EngineRequest("late", (1, 2), SamplingParams(), 5)
 
         def work() -> None:
-            scheduler.add(message)
+            scheduler.add_request(message)
             scheduler.abort(["late", "r50"])
 
         return calls(work)
@@ -104,7 +104,7 @@ def test_adding_one_costs_the_same_however_many_wait(policy: str) -> None:
 
         def work() -> None:
             for message in messages:
-                scheduler.add(message)
+                scheduler.add_request(message)
 
         gc.collect()
         before = len(gc.get_objects())
@@ -119,13 +119,13 @@ def test_adding_one_costs_the_same_however_many_wait(policy: str) -> None:
 def test_a_token_costs_the_same_after_a_short_context_and_a_long_one() -> None:
     """Blocks reach the device as they are taken, one by one: nothing walks along a request's blocks in each step."""
     def decode_calls(length: int) -> int:
-        scheduler = Scheduler(BlockAllocator(8 * (length // 16 + 3)), block_size=16, max_num_seqs=8,
+        scheduler = Scheduler(BlockPool(8 * (length // 16 + 3)), block_size=16, max_num_seqs=8,
                               max_num_batched_tokens=8 * length)
         for number in range(8):
-            scheduler.add(EngineRequest(f"r{number}", (number, *range(1, length)), SamplingParams(), 20))
+            scheduler.add_request(EngineRequest(f"r{number}", (number, *range(1, length)), SamplingParams(), 20))
         for _ in range(2):
             step = scheduler.schedule()
-            scheduler.update(step, [0] * step.num_sampled)
+            scheduler.update_from_output(step, [0] * step.num_sampled)
         assert all(len(request.token_ids) == length + 2 for request in scheduler._queues.running)
         return step_calls(scheduler)
 
@@ -138,19 +138,20 @@ def test_a_finished_request_costs_at_most_one_ignored_row(
     requests: list[tuple[int, int, int]], slots: int, budget: int
 ) -> None:
     """One row where an end id was a surprise, none where the length was known ahead."""
-    scheduler = Scheduler(BlockAllocator(200), block_size=4, max_num_seqs=slots, max_num_batched_tokens=budget)
+    scheduler = Scheduler(BlockPool(200), block_size=4, max_num_seqs=slots, max_num_batched_tokens=budget)
     for number, (prompt, _, max_tokens) in enumerate(requests):
-        scheduler.add(EngineRequest(str(number), (number,) * prompt, SamplingParams(), max_tokens, frozenset([END])))
+        scheduler.add_request(
+            EngineRequest(str(number), (number,) * prompt, SamplingParams(), max_tokens, frozenset([END])))
     rows = dict.fromkeys(range(len(requests)), 0)
     in_flight: SchedulerOutput | None = None
     while scheduler.has_unfinished() or in_flight:
         step = scheduler.schedule()
-        for piece in step.pieces:
-            rows[int(piece.request.request_id)] += piece.samples
+        for chunk in step.chunks:
+            rows[int(chunk.request.request_id)] += chunk.samples
         if in_flight:
-            scheduler.update(in_flight, [
-                END if len(piece.request.token_ids) - piece.request.num_prompt_tokens + 1
-                >= requests[int(piece.request.request_id)][1] else 0 for piece in in_flight.pieces if piece.samples])
-        in_flight = step if step.pieces else None
+            scheduler.update_from_output(in_flight, [
+                END if len(chunk.request.token_ids) - chunk.request.num_prompt_tokens + 1
+                >= requests[int(chunk.request.request_id)][1] else 0 for chunk in in_flight.chunks if chunk.samples])
+        in_flight = step if step.chunks else None
     for number, (_, output, max_tokens) in enumerate(requests):
         assert rows[number] == min(output, max_tokens) + (output < max_tokens)

@@ -62,7 +62,7 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, rows: np.ndarray) -> np
 
 
 def check_at_sampled_positions(folder: Path, length: int, block_size: int, *, layers: int, budget: int) -> None:
-    """One request of `length` tokens in pieces, then one that ends at each sampled position of it, on its blocks."""
+    """One request of `length` tokens in chunks, then one that ends at each sampled position of it, on its blocks."""
     config = {**CONFIG, "max_position_embeddings": length + 16, "num_hidden_layers": layers, "hidden_size": 32,
               "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
     path = write_model(folder / "model", config)

@@ -190,10 +190,10 @@ def test_a_follower_waits_for_the_leader_and_keeps_nobody_waiting() -> None:
     other = run.add([5, 4, 3], 2)
     by_step = []
     while run.live:
-        by_step.append({piece.request.request_id for piece in run.step().pieces})
+        by_step.append({chunk.request.request_id for chunk in run.step().chunks})
     assert by_step[0] == {leader, other}
     assert [follower in names for names in by_step].index(True) == 4, "when the leader has got far enough"
-    assert run.requests[follower].num_cached >= 296 - 64
+    assert run.requests[follower].num_cached_tokens >= 296 - 64
     run.drain()
 
 
@@ -204,7 +204,7 @@ def test_a_follower_goes_on_alone_if_its_leader_goes() -> None:
     run.step()
     run.abort([leader])
     run.step()
-    assert run.requests[follower].num_cached == 64, "what the leader has computed is there"
+    assert run.requests[follower].num_cached_tokens == 64, "what the leader has computed is there"
     run.drain()
 
 
@@ -213,8 +213,8 @@ def test_a_short_common_beginning_makes_nobody_wait() -> None:
     run = harness(budget=64)
     names = [run.add([1, 2, 3, 4, 5, 6, 7, 8, number, 9, 10], 2) for number in range(5)]
     step = run.step()
-    assert [piece.request.request_id for piece in step.pieces] == names
-    assert [piece.start for piece in step.pieces] == [0, 8, 8, 8, 8]
+    assert [chunk.request.request_id for chunk in step.chunks] == names
+    assert [chunk.start for chunk in step.chunks] == [0, 8, 8, 8, 8]
     run.drain()
 
 

@@ -17,8 +17,8 @@ from tests.support.tiny_llama import CONFIG, CONTEXT, ENGINE_ARGS, Reference, ra
 
 REFERENCE = Reference(CONFIG, random_weights())
 ENGINES: dict[str, dict[str, Any]] = {
-    "pieces of 16": {}, "pieces of 7": {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10},
-    "one piece": {"max_num_batched_tokens": 128, "enforce_eager": True},
+    "chunks of 16": {}, "chunks of 7": {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10},
+    "one chunk": {"max_num_batched_tokens": 128, "enforce_eager": True},
 }
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100)
 

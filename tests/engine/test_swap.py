@@ -69,7 +69,7 @@ def test_blocks_in_pinned_memory(make_engine: MakeEngine, undisturbed: tuple[dic
     host = engine._runner._host = HostBlocks(engine._runner._programs, "pinned_host")
     assert run(engine, REQUESTS)[0] == undisturbed[0]
     assert engine.stats().blocks_swapped_in > 0
-    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(host._chunks)} == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(host._segments)} == {"pinned_host"}
 
 
 WISHES = [replace(params, max_tokens=60, ignore_eos=True) for params in (

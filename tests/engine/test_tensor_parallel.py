@@ -1,4 +1,4 @@
-"""Models shared by several devices: the same results as on one, each device with its own piece, and few collectives."""
+"""Models shared by several devices: the same results as on one, each device with its own shard, and few collectives."""
 
 import json
 import re
@@ -29,7 +29,7 @@ TINY: dict[str, Any] = CONFIG | {"num_attention_heads": 8, "num_key_value_heads"
 LAYERS, MODEL_DIM = TINY["num_hidden_layers"], TINY["hidden_size"]
 SIZES = (1, 2, 4, 8)
 TOKENS, SEQS = 7, 4
-# Prompts in pieces, and too few blocks for what runs at once.
+# Prompts in chunks, and too few blocks for what runs at once.
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS, "num_gpu_blocks_override": 10}
 
 SMALL_STEPS: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "num_gpu_blocks_override": 9,
@@ -66,7 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 
 @pytest.mark.parametrize("size", SIZES)
 def test_greedy_ids(results: dict[int, dict[str, Any]], size: int) -> None:
-    """In pieces, after preemption, with padding and replication."""
+    """In chunks, after preemption, with padding and replication."""
     reference = Reference(TINY, random_weights(TINY))
     assert results[size]["preemptions"] > 0
     for (prompt, _, count), ids in zip(GREEDY, results[size]["ids"], strict=False):

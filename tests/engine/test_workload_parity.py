@@ -16,7 +16,7 @@ from tests.support.sameness import compare_ids
 WORKLOADS = ("W1", "W2", "W3", "W4", "W5")
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
-    "small pieces": {"max_num_batched_tokens": 48, "max_num_seqs": 8},
+    "small chunks": {"max_num_batched_tokens": 48, "max_num_seqs": 8},
     "few blocks": {"num_gpu_blocks_override": 100},
     "large blocks": {"block_size": 64},
 }

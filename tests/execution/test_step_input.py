@@ -11,7 +11,7 @@ from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.execution.step_input import IN_FLIGHT, pad_step, unpack_step
 from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler_output import ScheduledPiece, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import ScheduledChunk, SchedulerOutput
 
 NULL_SLOT = 40
 
@@ -26,33 +26,33 @@ def steps(draw: st.DrawFn) -> tuple[SchedulerOutput, int]:
     block_size = draw(st.sampled_from([1, 2, 5, 16]))
     slots = draw(st.lists(st.integers(0, NULL_SLOT - 1), unique=True, min_size=1, max_size=6))
     ids, blocks = st.integers(0, 2**31 - 1), st.integers(1, 1000)
-    pieces = []
+    chunks = []
     for slot in slots:
         start, length = draw(st.integers(0, 40)), draw(st.integers(1, 20))
         begun = [position for position in range(start, start + length) if position % block_size == 0]
-        pieces.append(ScheduledPiece(
+        chunks.append(ScheduledChunk(
             request=request(), slot=slot, start=start, num_tokens=length, samples=draw(st.booleans()), admit=start == 0,
             token_ids=draw(st.lists(ids, min_size=length - draw(st.booleans()), max_size=length)),
             blocks=draw(st.lists(blocks, min_size=len(begun), max_size=len(begun)))))
-        if pieces[-1].samples and draw(st.booleans()):  # another choice of the same prompt
-            pieces.append(ScheduledPiece(request(), NULL_SLOT - 1 - slot % 7, start + length, (), 0, True, (), True))
-    return SchedulerOutput(tuple(pieces), sum(piece.num_tokens for piece in pieces)), block_size
+        if chunks[-1].samples and draw(st.booleans()):  # another choice of the same prompt
+            chunks.append(ScheduledChunk(request(), NULL_SLOT - 1 - slot % 7, start + length, (), 0, True, (), True))
+    return SchedulerOutput(tuple(chunks), sum(chunk.num_tokens for chunk in chunks)), block_size
 
 
-def naive(pieces: Sequence[ScheduledPiece], block_size: int) -> tuple[list[tuple[int, int, int, int]], list[int],
+def naive(chunks: Sequence[ScheduledChunk], block_size: int) -> tuple[list[tuple[int, int, int, int]], list[int],
                                                                        list[int]]:
     """(slot, position, token id, new block) of each row, the rows to sample after, and the slots to sample for."""
     rows: list[tuple[int, int, int, int]] = []
     sampled, slots = [], []
-    for piece in pieces:
-        ids, blocks = list(piece.token_ids), list(piece.blocks)
-        for position in range(piece.start, piece.start + piece.num_tokens):
+    for chunk in chunks:
+        ids, blocks = list(chunk.token_ids), list(chunk.blocks)
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
             token = ids.pop(0) if ids else IN_FLIGHT
             block = blocks.pop(0) if position % block_size == 0 else -1
-            rows.append((piece.slot, position, token, block))
-        if piece.samples:
+            rows.append((chunk.slot, position, token, block))
+        if chunk.samples:
             sampled.append(len(rows) - 1)
-            slots.append(piece.slot)
+            slots.append(chunk.slot)
     return rows, sampled, slots
 
 
@@ -62,7 +62,7 @@ def test_every_row_is_where_it_belongs(case: tuple[SchedulerOutput, int], spare:
     size, num_samples = step.num_tokens + spare, step.num_sampled + spare_samples
     buffer = pad_step(step, size=size, num_samples=num_samples, null_slot=NULL_SLOT, block_size=block_size)
     assert buffer.dtype == np.int32 and buffer.shape == (4 * size + 2 * num_samples,)
-    rows, sampled, slots = naive(step.pieces, block_size)
+    rows, sampled, slots = naive(step.chunks, block_size)
     rows += [(NULL_SLOT, 0, 0, -1)] * spare
     for part, wanted in enumerate(zip(*rows, strict=True)):
         assert tuple(buffer[part * size : (part + 1) * size]) == wanted
@@ -77,8 +77,8 @@ def test_every_row_is_where_it_belongs(case: tuple[SchedulerOutput, int], spare:
 
 
 def one_piece() -> SchedulerOutput:
-    piece = ScheduledPiece(request(), 0, 0, (1, 2), 2, True, (3,), True)
-    return SchedulerOutput((piece,), 2)
+    chunk = ScheduledChunk(request(), 0, 0, (1, 2), 2, True, (3,), True)
+    return SchedulerOutput((chunk,), 2)
 
 
 def test_the_buffer_is_frozen_and_each_step_has_its_own() -> None:

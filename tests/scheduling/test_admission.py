@@ -8,30 +8,30 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
-from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.scheduler import Scheduler
 
 
 class Server:
-    """A scheduler, the token that each of its steps samples being 0; and who has had a piece, in order."""
+    """A scheduler, the token that each of its steps samples being 0; and who has had a chunk, in order."""
 
     def __init__(self, *, blocks: int, slots: int, budget: int, block_size: int = 4) -> None:
-        self.scheduler = Scheduler(BlockAllocator(blocks + 1), block_size=block_size, max_num_seqs=slots,
+        self.scheduler = Scheduler(BlockPool(blocks + 1), block_size=block_size, max_num_seqs=slots,
                                    max_num_batched_tokens=budget)
         self.served: list[str] = []
 
     def add(self, name: str, prompt: int, max_tokens: int) -> None:
         text = (len(name) + sum(map(ord, name)), *range(1, prompt))
-        self.scheduler.add(EngineRequest(name, text, SamplingParams(), max_tokens))
+        self.scheduler.add_request(EngineRequest(name, text, SamplingParams(), max_tokens))
 
     def step(self) -> dict[str, int]:
-        """Tokens of each request's piece."""
+        """Tokens of each request's chunk."""
         step = self.scheduler.schedule()
-        pieces = {piece.request.request_id: piece.num_tokens for piece in step.pieces}
-        self.served += [name for name in pieces if name not in self.served]
-        self.scheduler.update(step, [0] * step.num_sampled)
+        chunks = {chunk.request.request_id: chunk.num_tokens for chunk in step.chunks}
+        self.served += [name for name in chunks if name not in self.served]
+        self.scheduler.update_from_output(step, [0] * step.num_sampled)
         self.scheduler.check_integrity()
-        return pieces
+        return chunks
 
 
 # Passing one that does not fit
@@ -80,9 +80,9 @@ def test_a_prompt_that_would_take_a_whole_step_leaves_half_to_shorter_ones(short
     server = Server(blocks=400, slots=4, budget=64)
     server.add("long", 500, 2)
     server.add("short", short, 2)
-    pieces = server.step()
-    assert pieces["short"] == min(short, 32)
-    assert pieces["long"] == 64 - pieces["short"] and server.served == ["long", "short"]
+    chunks = server.step()
+    assert chunks["short"] == min(short, 32)
+    assert chunks["long"] == 64 - chunks["short"] and server.served == ["long", "short"]
 
 
 def test_it_leaves_half_to_those_that_come_meanwhile_too() -> None:
@@ -102,8 +102,8 @@ def test_a_longer_one_behind_it_gets_nothing_of_its_half() -> None:
     assert server.step() == {"long": 64}
 
 
-@pytest.mark.parametrize("streams, piece", [(0, 512), (2, 128), (150, 214)])
-def test_a_very_long_prompt_takes_no_more_of_a_step_than_those_beside_it(streams: int, piece: int) -> None:
+@pytest.mark.parametrize("streams, chunk", [(0, 512), (2, 128), (150, 214)])
+def test_a_very_long_prompt_takes_no_more_of_a_step_than_those_beside_it(streams: int, chunk: int) -> None:
     """Beyond 2,048 tokens: as many as they have and 64 more, or 128; so gaps in their streams stay small."""
     server = Server(blocks=4000, slots=200, budget=512)
     for number in range(streams):
@@ -113,4 +113,4 @@ def test_a_very_long_prompt_takes_no_more_of_a_step_than_those_beside_it(streams
     server.step()
     server.add("very long", 5000, 2)
     for _ in range(3):
-        assert server.step()["very long"] == piece
+        assert server.step()["very long"] == chunk

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
-from jaxpaged.scheduling.block_pool import BlockAllocator
+from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.policy import PRIORITY_AGEING_SECONDS, Policy, PredictedPolicy, PriorityPolicy
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.scheduling.scheduler_output import SchedulerOutput
@@ -42,7 +42,7 @@ class Served:
 def serve(calls: Sequence[Call], policy: Policy, *, slots: int = 1, num_blocks: int = 1000, block_size: int = 4,
           step_seconds: float = 1.0) -> Served:
     """One step after another, each as long as the others."""
-    scheduler = Scheduler(BlockAllocator(num_blocks), block_size=block_size, max_num_seqs=slots,
+    scheduler = Scheduler(BlockPool(num_blocks), block_size=block_size, max_num_seqs=slots,
                           max_num_batched_tokens=256, policy=policy)
     ends = [0.0] * len(calls)
     coming = sorted(range(len(calls)), key=lambda index: calls[index].time)
@@ -52,18 +52,18 @@ def serve(calls: Sequence[Call], policy: Policy, *, slots: int = 1, num_blocks: 
         while coming and calls[coming[0]].time <= now:
             index = coming.pop(0)
             call = calls[index]
-            scheduler.add(EngineRequest(
+            scheduler.add_request(EngineRequest(
                 str(index), (index,) * call.prompt, SamplingParams(expected_output_tokens=call.hint), 64,
                 frozenset([1]), arrival_time=call.time, priority=call.priority))
         step = scheduler.schedule(now)
         if in_flight:
-            ids = [int(len(piece.request.token_ids) - piece.request.num_prompt_tokens + 1
-                       >= calls[int(piece.request.request_id)].output) for piece in in_flight.pieces if piece.samples]
-            for delta in scheduler.update(in_flight, ids):
+            ids = [int(len(chunk.request.token_ids) - chunk.request.num_prompt_tokens + 1
+                       >= calls[int(chunk.request.request_id)].output) for chunk in in_flight.chunks if chunk.samples]
+            for delta in scheduler.update_from_output(in_flight, ids):
                 if delta.finish_reason is not None:
                     ends[int(delta.request_id)] = now
         scheduler.check_integrity()
-        in_flight = step if step.pieces else None
+        in_flight = step if step.chunks else None
         now += step_seconds
         assert now < 1e5, "somebody starves"
     return Served(ends, scheduler.num_preemptions)
@@ -142,16 +142,16 @@ def test_room_for_predicted_growth_prevents_preemptions() -> None:
 
 def test_nobody_takes_the_place_of_one_whose_piece_of_this_step_it_needs() -> None:
     """Both prompts begin alike, and the less important one computes the beginning of both in the same step."""
-    allocator = BlockAllocator(30)
-    scheduler = Scheduler(allocator, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, policy=PriorityPolicy())
+    pool = BlockPool(30)
+    scheduler = Scheduler(pool, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, policy=PriorityPolicy())
     prompt = tuple(range(16))
-    scheduler.add(EngineRequest("less", prompt, SamplingParams(), 8, priority=1))
-    scheduler.update(step := scheduler.schedule(), [0] * step.num_sampled)
-    scheduler.add(EngineRequest("more", (*prompt, 5, 6), SamplingParams(), 8, priority=0))
-    pieces = []
+    scheduler.add_request(EngineRequest("less", prompt, SamplingParams(), 8, priority=1))
+    scheduler.update_from_output(step := scheduler.schedule(), [0] * step.num_sampled)
+    scheduler.add_request(EngineRequest("more", (*prompt, 5, 6), SamplingParams(), 8, priority=0))
+    chunks = []
     for _ in range(2):
         step = scheduler.schedule()
-        pieces += [(piece.request.request_id, piece.start) for piece in step.pieces]
-        scheduler.update(step, [0] * step.num_sampled)
+        chunks += [(chunk.request.request_id, chunk.start) for chunk in step.chunks]
+        scheduler.update_from_output(step, [0] * step.num_sampled)
         scheduler.check_integrity()
-    assert pieces == [("less", 8), ("more", 16)]
+    assert chunks == [("less", 8), ("more", 16)]

@@ -1,4 +1,4 @@
-"""The real scheduler and allocator against a naive device, which executes every piece token by token.
+"""The real scheduler and block pool against a naive device, which executes every chunk token by token.
 
 The device keeps with each token a digest of all tokens before it, so that each token can be seen to attend to exactly
 its own past, whoever has computed that: a wrong id, position, block or slot shows up where it happens. What a request
@@ -19,14 +19,14 @@ from jaxpaged.core.messages import EngineRequest, TokenDelta
 from jaxpaged.core.outputs import FinishReason
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.execution.step_shape import step_sizes
-from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockPool
 from jaxpaged.scheduling.families import Branch
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.request import Request, RequestStatus
 from jaxpaged.scheduling.scheduler import Scheduler
-from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, ScheduledPiece, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, ScheduledChunk, SchedulerOutput
 
 VOCAB = 16
 EOS = 3
@@ -137,55 +137,55 @@ class NaiveDevice:
     def run(self, step: SchedulerOutput) -> list[int]:
         sampled = []
         seen: list[int] = []
-        before = step.pieces[0]  # a piece without tokens is another choice of the one before it
+        before = step.chunks[0]  # a chunk without tokens is another choice of the one before it
         self._move(step.transfers)
-        for piece in step.pieces:
-            assert piece.num_tokens >= 0
-            assert len(piece.token_ids) in (piece.num_tokens, max(0, piece.num_tokens - 1))
-            if piece.admit:
-                assert bool(piece.table) == (piece.start > 0)
-                self.owner[piece.slot] = piece.request
-                self.admitted[piece.slot] = self.inherited.pop(piece.request.request_id, self.generation) \
-                    if piece.num_tokens else self.admitted[before.slot]
-            if piece.table:
-                self.table[piece.slot] = dict(enumerate(piece.table))
-            assert self.owner[piece.slot] is piece.request, "the slot holds the sampling parameters of another request"
-            blocks = iter(piece.blocks)
-            for index in range(piece.num_tokens):
-                known = index < len(piece.token_ids)
-                token = piece.token_ids[index] if known else self.last_id[piece.slot]
-                position = piece.start + index
+        for chunk in step.chunks:
+            assert chunk.num_tokens >= 0
+            assert len(chunk.token_ids) in (chunk.num_tokens, max(0, chunk.num_tokens - 1))
+            if chunk.admit:
+                assert bool(chunk.table) == (chunk.start > 0)
+                self.owner[chunk.slot] = chunk.request
+                self.admitted[chunk.slot] = self.inherited.pop(chunk.request.request_id, self.generation) \
+                    if chunk.num_tokens else self.admitted[before.slot]
+            if chunk.table:
+                self.table[chunk.slot] = dict(enumerate(chunk.table))
+            assert self.owner[chunk.slot] is chunk.request, "the slot holds the sampling parameters of another request"
+            blocks = iter(chunk.blocks)
+            for index in range(chunk.num_tokens):
+                known = index < len(chunk.token_ids)
+                token = chunk.token_ids[index] if known else self.last_id[chunk.slot]
+                position = chunk.start + index
                 if position % self.block_size == 0:
-                    self.table[piece.slot][position // self.block_size] = next(blocks)
-                seen = self._read(piece, position)
-                self._write(piece, position, token, seen)
+                    self.table[chunk.slot][position // self.block_size] = next(blocks)
+                seen = self._read(chunk, position)
+                self._write(chunk, position, token, seen)
                 seen.append(token)
                 self.num_computed += 1
             assert next(blocks, None) is None, "a block too many"
-            before = piece if piece.num_tokens else before
-            if piece.samples:
-                assert len(seen) == piece.start + piece.num_tokens, "it samples after another request's row"
-                token = next_token(self.model, seen, piece.request.message.choice)
-                self.last_id[piece.slot] = max(token, 0)
+            before = chunk if chunk.num_tokens else before
+            if chunk.samples:
+                assert len(seen) == chunk.start + chunk.num_tokens, "it samples after another request's row"
+                token = next_token(self.model, seen, chunk.request.message.choice)
+                self.last_id[chunk.slot] = max(token, 0)
                 sampled.append(token)
         return sampled
 
     def _move(self, transfers: Transfers) -> None:
         for save in transfers.saves:
-            assert save.chunk not in self.host and NULL_BLOCK not in save.blocks
-            self.host[save.chunk] = [self._block(block) for block in save.blocks]
+            assert save.segment not in self.host and NULL_BLOCK not in save.blocks
+            self.host[save.segment] = [self._block(block) for block in save.blocks]
             self.num_saved += len(save.blocks)
         for source, target in transfers.copies:
             self._fill(target, self._block(source))
         for load in transfers.loads:
-            chunk = self.host[load.chunk]
-            assert len(chunk) == len(load.blocks)
-            for content, block in zip(chunk, load.blocks, strict=True):
+            segment = self.host[load.segment]
+            assert len(segment) == len(load.blocks)
+            for content, block in zip(segment, load.blocks, strict=True):
                 if block != NULL_BLOCK:
                     self._fill(block, content)
                     self.num_loaded += 1
-        for chunk_number in transfers.drops:
-            del self.host[chunk_number]
+        for number in transfers.drops:
+            del self.host[number]
 
     def _block(self, block: int) -> list[Cell | None]:
         return [self.kv.get((block, place)) for place in range(self.block_size)]
@@ -196,19 +196,19 @@ class NaiveDevice:
             if cell is not None:
                 self.kv[block, place] = cell
 
-    def _write(self, piece: ScheduledPiece, position: int, token: int, seen: Sequence[int]) -> None:
-        block = self.table[piece.slot][position // self.block_size]
+    def _write(self, chunk: ScheduledChunk, position: int, token: int, seen: Sequence[int]) -> None:
+        block = self.table[chunk.slot][position // self.block_size]
         assert block != NULL_BLOCK and 0 < block < self.num_blocks
-        history = self._history(piece.request, [*seen, token])
+        history = self._history(chunk.request, [*seen, token])
         self.kv[block, position % self.block_size] = Cell(token, history, self.generation)
 
-    def _read(self, piece: ScheduledPiece, end: int) -> list[int]:
+    def _read(self, chunk: ScheduledChunk, end: int) -> list[int]:
         tokens = []
         for place in range(end):
-            cell = self.kv[self.table[piece.slot][place // self.block_size], place % self.block_size]
+            cell = self.kv[self.table[chunk.slot][place // self.block_size], place % self.block_size]
             tokens.append(cell.token)
-            assert cell.history == self._history(piece.request, tokens), f"position {place} is of another sequence"
-            assert cell.generation >= self.admitted[piece.slot], "content from before the last reset was shared"
+            assert cell.history == self._history(chunk.request, tokens), f"position {place} is of another sequence"
+            assert cell.generation >= self.admitted[chunk.slot], "content from before the last reset was shared"
         return tokens
 
     def _history(self, request: Request, tokens: Sequence[int]) -> int:
@@ -226,9 +226,9 @@ class Harness:
         self.host_blocks = host_blocks
         self.block_size, self.budget, self.slots, self.model = block_size, budget, max_num_seqs, model
         self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
-        self.allocator = BlockAllocator(num_blocks)
+        self.pool = BlockPool(num_blocks)
         self.policy_name, self.policy = policy, POLICIES[policy]()
-        self.scheduler = Scheduler(self.allocator, block_size=block_size, max_num_seqs=max_num_seqs, policy=self.policy,
+        self.scheduler = Scheduler(self.pool, block_size=block_size, max_num_seqs=max_num_seqs, policy=self.policy,
                                    max_num_batched_tokens=budget, step_sizes=self.sizes,
                                    prefix_caching=prefix_caching, swap=swap,
                                    host=HostTier(host_blocks, (4, 2, 1)) if host_blocks else None)
@@ -236,7 +236,7 @@ class Harness:
         self.in_flight: tuple[SchedulerOutput, list[int]] | None = None
         self.messages: dict[str, EngineRequest] = {}
         self.endings: dict[str, Ending] = {}
-        self.requests: dict[str, Request] = {}  # those that have had a piece, in order of arrival
+        self.requests: dict[str, Request] = {}  # those that have had a chunk, in order of arrival
         self.live: list[str] = []  # in order of arrival
         self.aborted: set[str] = set()
         self.searches: dict[str, Search] = {}  # by each of its requests
@@ -245,7 +245,7 @@ class Harness:
 
     @property
     def capacity(self) -> int:
-        return self.allocator.num_usable * self.block_size
+        return self.pool.num_usable * self.block_size
 
     def add_choices(self, n: int, prompt: Sequence[int], max_tokens: int, **more: Any) -> list[str]:
         first = self.add(prompt, max_tokens, **more)
@@ -254,7 +254,7 @@ class Harness:
     def add(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), **more: Any) -> str:
         message = self._message(prompt, max_tokens, stop_token_ids=frozenset(stop), **more)
         self.bound += len(prompt) + max_tokens + 3
-        self.scheduler.add(message)
+        self.scheduler.add_request(message)
         return message.request_id
 
     def add_search(self, width: int, prompt: Sequence[int], max_tokens: int, **more: Any) -> Search:
@@ -263,7 +263,7 @@ class Harness:
         self.bound += width * max_tokens * (len(prompt) + max_tokens + 3)
         search = Search(width, [message.request_id], beams=[list(prompt)])
         self.searches[message.request_id] = search
-        self.scheduler.add(message, branches=width)
+        self.scheduler.add_request(message, branches=width)
         return search
 
     def _message(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> EngineRequest:
@@ -288,13 +288,13 @@ class Harness:
         running = self._running()
         before = {name: request.num_preemptions for name, request in self.requests.items()}
         step = self.scheduler.schedule(float(self.steps))
-        self.steps += bool(step.pieces or self.in_flight)
+        self.steps += bool(step.chunks or self.in_flight)
         self._check_step(step)
         self._check_preemption(running, before)
-        sampled = self.device.run(step) if step.pieces else None
+        sampled = self.device.run(step) if step.chunks else None
         assert sampled is not None or self.in_flight is not None or not self.live, "nothing runs and nothing will"
         if self.in_flight is not None:
-            self._take(self.scheduler.update(*self.in_flight))
+            self._take(self.scheduler.update_from_output(*self.in_flight))
         self.in_flight = None if sampled is None else (step, sampled)
         self.check()
         return step
@@ -310,7 +310,7 @@ class Harness:
             self.step()
             assert self.steps <= self.bound + len(self.messages) + 2, "too many steps"
         assert not self.scheduler.has_unfinished()
-        assert self.allocator.num_free == self.allocator.num_usable, "blocks are lost"
+        assert self.pool.num_free == self.pool.num_usable, "blocks are lost"
         assert self.scheduler.kv_slots() == (0, 0)
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for name, message in self.messages.items():
@@ -324,12 +324,12 @@ class Harness:
         assert sum(map(len, self.device.host.values())) <= self.host_blocks
         held, empty = self.scheduler.kv_slots()
         assert 0 <= empty <= held <= self.capacity
-        assert held == self.allocator.num_used * self.block_size
+        assert held == self.pool.num_used * self.block_size
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         assert self.scheduler.live_ids() == self.live
 
     def _running(self) -> list[str]:
-        """Those that run and have had a piece, the last one the first to go."""
+        """Those that run and have had a chunk, the last one the first to go."""
         names = [name for name in self.live if self._status(name) is RequestStatus.RUNNING]
         return sorted(names, key=lambda name: self.policy.running_key(self.requests[name]))
 
@@ -337,21 +337,21 @@ class Harness:
         return self.requests[name].status if name in self.requests else RequestStatus.WAITING
 
     def _check_step(self, step: SchedulerOutput) -> None:
-        pieces = step.pieces
-        self.requests |= {piece.request.request_id: piece.request for piece in pieces}
-        assert step.num_tokens == sum(piece.num_tokens for piece in pieces) <= self.budget
+        chunks = step.chunks
+        self.requests |= {chunk.request.request_id: chunk.request for chunk in chunks}
+        assert step.num_tokens == sum(chunk.num_tokens for chunk in chunks) <= self.budget
         assert step.num_tokens <= max(self.sizes), "no step size holds this step"
-        assert len({piece.slot for piece in pieces}) == len(pieces)
-        names = [piece.request.request_id for piece in pieces]
+        assert len({chunk.slot for chunk in chunks}) == len(chunks)
+        names = [chunk.request.request_id for chunk in chunks]
         rows = [min(size, self.slots) for size in self.sizes if size >= step.num_tokens]
         assert step.num_sampled <= max(rows), "more samples than a step has rows for"
-        for piece in pieces:
-            request = piece.request
+        for chunk in chunks:
+            request = chunk.request
             assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "blocks held without need"
         running = self._running()
         if running and running[0] not in names:
             first = self.requests[running[0]]
-            told = first.family is None or not (first.stands or first.num_pending)
+            told = first.family is None or not (first.paused or first.num_pending)
             assert not told or first.num_output_tokens == first.message.max_tokens, "the first request has to wait"
 
     def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
@@ -412,7 +412,7 @@ class Harness:
             branches.append(Branch(before[parent], child, token))
         search.beams = [[*search.beams[parent], token] for parent, token in chosen]
         search.names = [branch.child for branch in branches]
-        self.scheduler.go_on(branches)
+        self.scheduler.resume(branches)
 
     def _end(self, names: Sequence[str]) -> None:
         for delta in self.scheduler.abort(names):
@@ -570,7 +570,7 @@ def test_a_step_is_one_ahead_and_its_row_of_a_stopped_request_is_ignored() -> No
         steps.append(harness.step())
     assert [step.num_sampled for step in steps] == [1, 1]
     assert harness.endings[name].token_ids == [first]
-    assert harness.allocator.num_used == 0, "blocks are free as soon as the next step is on its way"
+    assert harness.pool.num_used == 0, "blocks are free as soon as the next step is on its way"
     harness.drain()
 
 
@@ -621,16 +621,16 @@ def test_an_id_given_twice_is_aborted_once() -> None:
 
 
 def test_an_id_can_be_used_again_while_a_step_of_the_old_one_runs() -> None:
-    allocator = BlockAllocator(9)
-    scheduler = Scheduler(allocator, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
+    pool = BlockPool(9)
+    scheduler = Scheduler(pool, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
     message = EngineRequest("same", (1, 2), SamplingParams(), 3)
-    scheduler.add(message)
+    scheduler.add_request(message)
     running = scheduler.schedule()
     scheduler.abort(["same"])
-    scheduler.add(message)
+    scheduler.add_request(message)
     again = scheduler.schedule()
-    assert scheduler.update(running, [5]) == []
-    [delta] = scheduler.update(again, [6])
+    assert scheduler.update_from_output(running, [5]) == []
+    [delta] = scheduler.update_from_output(again, [6])
     assert delta.token_ids == (6,) and delta.finish_reason is None
     scheduler.check_integrity()
 
@@ -660,7 +660,7 @@ def test_prefill_is_cut_where_padding_would_cost_more() -> None:
 
 
 def test_running_requests_come_before_a_long_prompt() -> None:
-    """Streams go on token by token while a prompt is processed in pieces, and the pieces fill the budget."""
+    """Streams go on token by token while a prompt is processed in chunks, and the chunks fill the budget."""
     harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=16, model=plain_token)
     streams = [harness.add(prompt, 20) for prompt in prompts(2, 2)]
     for _ in range(2):
@@ -668,7 +668,7 @@ def test_running_requests_come_before_a_long_prompt() -> None:
     long = harness.add([1] * 100, 2)
     for _ in range(7):
         step = harness.step()
-        by_name = {piece.request.request_id: piece.num_tokens for piece in step.pieces}
+        by_name = {chunk.request.request_id: chunk.num_tokens for chunk in step.chunks}
         assert [by_name[name] for name in streams] == [1, 1]
         assert by_name[long] == 14
         assert step.kind == "mixed"
@@ -698,5 +698,5 @@ def test_what_can_never_fit_is_not_taken() -> None:
     harness = Harness(num_blocks=3, block_size=4, max_num_seqs=2, budget=8)
     harness.add([1] * 4, 4)
     with pytest.raises(AssertionError, match="can never be had"):
-        harness.scheduler.add(EngineRequest("large", (1,) * 5, SamplingParams(), 4))
+        harness.scheduler.add_request(EngineRequest("large", (1,) * 5, SamplingParams(), 4))
     harness.drain()

@@ -36,7 +36,7 @@ def state(server: LiveServer) -> Any:
     return httpx.get(f"{server.url}/engine/state", headers=KEY).json()
 
 
-def letters(found: Any) -> str:
+def state_codes(found: Any) -> str:
     return "".join(letter * int(count) for count, letter in re.findall(r"(\d+)([a-z])", found["blocks"]["runs"]))
 
 
@@ -53,7 +53,7 @@ def test_the_state_tells_of_every_block(server: LiveServer) -> None:
     blocks = idle["blocks"]
     assert blocks["total"] == 599 == sum(blocks[name] for name in ("free", "owned", "shared", "cached"))
     assert blocks["cached"] > 0 == blocks["owned"] == blocks["shared"] == blocks["swapped"]
-    assert [letters(idle).count(letter) for letter in "fosc"] == [
+    assert [state_codes(idle).count(letter) for letter in "fosc"] == [
         blocks[name] for name in ("free", "owned", "shared", "cached")]
     assert idle["running"] == idle["waiting"] == 0 and idle["first_tokens"] >= 1
     body = {"messages": [{"role": "user", "content": "loop"}], "max_tokens": 4500, "n": 2, "stream": True}

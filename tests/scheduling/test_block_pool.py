@@ -1,4 +1,4 @@
-"""The allocator against naive books: a set of free blocks and one list of blocks per owner."""
+"""The block pool against naive bookkeeping: a set of free blocks and one list of blocks per table."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockAllocator
+from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockPool
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -20,20 +20,20 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(2, 12))
     def begin(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.allocator = BlockAllocator(num_blocks)
+        self.pool = BlockPool(num_blocks)
 
     def owners(self) -> Counter[int]:
         return Counter(block for table in self.tables for block in table)
 
     @rule(count=st.integers(0, 12))
-    def allocate(self, count: int) -> None:
+    def get_new_blocks(self, count: int) -> None:
         free = self.num_blocks - 1 - len(self.owners())
-        assert self.allocator.can_allocate(count) == (count <= free)
+        assert self.pool.can_allocate(count) == (count <= free)
         if count > free:
             with pytest.raises(AssertionError, match="free"):
-                self.allocator.allocate(count)
+                self.pool.get_new_blocks(count)
             return
-        blocks = self.allocator.allocate(count)
+        blocks = self.pool.get_new_blocks(count)
         assert len(set(blocks)) == len(blocks) == count
         assert not set(blocks) & set(self.owners()), "a block in use was handed out"
         self.tables.append(blocks)
@@ -41,33 +41,33 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
-        if self.allocator.can_allocate(1):
-            data.draw(st.sampled_from(self.tables)).extend(self.allocator.allocate(1))
+        if self.pool.can_allocate(1):
+            data.draw(st.sampled_from(self.tables)).extend(self.pool.get_new_blocks(1))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
+    def touch(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         prefix = table[: data.draw(st.integers(0, len(table)))]
-        self.allocator.share(prefix)
+        self.pool.touch(prefix)
         self.tables.append(prefix)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        self.allocator.free(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+    def free_blocks(self, data: st.DataObject) -> None:
+        self.pool.free_blocks(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
     @invariant()
     def books_agree(self) -> None:
-        if not hasattr(self, "allocator"):
+        if not hasattr(self, "pool"):
             return
         owners = self.owners()
         assert NULL_BLOCK not in owners
-        assert self.allocator.num_usable == self.num_blocks - 1
-        assert self.allocator.num_used == len(owners)
-        assert self.allocator.num_free + self.allocator.num_used == self.allocator.num_usable
-        assert all(self.allocator.num_owners(block) == owners[block] for block in range(self.num_blocks))
-        self.allocator.check_integrity(self.tables)
+        assert self.pool.num_usable == self.num_blocks - 1
+        assert self.pool.num_used == len(owners)
+        assert self.pool.num_free + self.pool.num_used == self.pool.num_usable
+        assert all(self.pool.ref_count(block) == owners[block] for block in range(self.num_blocks))
+        self.pool.check_integrity(self.tables)
 
 
 TestAllocator = AllocatorMachine.TestCase
@@ -76,32 +76,32 @@ TestAllocator.settings = settings(max_examples=80, stateful_step_count=30)
 
 def test_the_blocks_freed_first_are_handed_out_first_and_a_tables_last_block_before_its_first() -> None:
     """A prefix stays longest: its first blocks are the last to be taken by others."""
-    allocator = BlockAllocator(6)
-    first, second = allocator.allocate(2), allocator.allocate(3)
-    allocator.free(second)
-    allocator.free(first)
-    assert allocator.allocate(5) == [*reversed(second), *reversed(first)]
+    pool = BlockPool(6)
+    first, second = pool.get_new_blocks(2), pool.get_new_blocks(3)
+    pool.free_blocks(second)
+    pool.free_blocks(first)
+    assert pool.get_new_blocks(5) == [*reversed(second), *reversed(first)]
 
 
 def test_freeing_twice_is_noticed() -> None:
-    allocator = BlockAllocator(3)
-    blocks = allocator.allocate(1)
-    allocator.free(blocks)
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(1)
+    pool.free_blocks(blocks)
     with pytest.raises(AssertionError, match="without an owner"):
-        allocator.free(blocks)
+        pool.free_blocks(blocks)
     with pytest.raises(AssertionError, match="no owner to share"):
-        allocator.share(blocks)
+        pool.touch(blocks)
 
 
 def test_a_pool_without_a_usable_block_is_noticed() -> None:
     with pytest.raises(AssertionError, match="null block"):
-        BlockAllocator(1)
+        BlockPool(1)
 
 
 @pytest.mark.parametrize("tables", [[], [[1, 2], [1]], [[1, 3]], [[1, 2, 0]]], ids=["lost", "extra", "wrong", "null"])
 def test_the_integrity_check_sees(tables: list[list[int]]) -> None:
-    allocator = BlockAllocator(5)
-    assert allocator.allocate(2) == [1, 2]
-    allocator.check_integrity([[1, 2]])
+    pool = BlockPool(5)
+    assert pool.get_new_blocks(2) == [1, 2]
+    pool.check_integrity([[1, 2]])
     with pytest.raises(AssertionError):
-        allocator.check_integrity(tables)
+        pool.check_integrity(tables)
