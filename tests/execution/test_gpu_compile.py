@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from jaxpaged.pallas_kernels import paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.work_list import make_work_list
+from tests.support.compile_only import GPU_PARAMS, OTHER_GPU, QUICK_GPU
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -122,17 +123,10 @@ class Child:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[dict[str, Child]]:
-    """One for each GPU that every run compiles for, so that both compile at once."""
-    made = {name: Child() for name in ("h200", "a100-80g")}
+def child() -> Iterator[Child]:
+    made = Child()
     yield made
-    for child in made.values():
-        child.stop()
-
-
-@pytest.fixture(scope="module")
-def child(children: dict[str, Child]) -> Child:
-    return children["h200"]
+    made.stop()
 
 
 def check(name: str, variant: Variant, child: Child) -> None:
@@ -158,17 +152,10 @@ def test_the_set_is_pairwise_and_small() -> None:
     assert len(VARIANTS) <= 32, len(VARIANTS)
 
 
+@pytest.mark.parametrize("name", [*GPU_PARAMS, pytest.param("l4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
-def test_every_pair_of_choices_compiles(variant: Variant, children: dict[str, Child]) -> None:
-    with ThreadPoolExecutor(len(children)) as threads:
-        for checked in [threads.submit(check, name, variant, child) for name, child in children.items()]:
-            checked.result()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
-def test_every_pair_of_choices_compiles_for_ada(variant: Variant, child: Child) -> None:
-    check("l4", variant, child)
+def test_every_pair_of_choices_compiles(variant: Variant, name: str, child: Child) -> None:
+    check(name, variant, child)
 
 
 # Those of --dtype with --kv-cache-dtype in which queries and pages differ otherwise than above.
@@ -177,34 +164,31 @@ MIXED = list(itertools.product(("float32",), ("int8", "float8_e4m3fn", "bfloat16
     itertools.product(("bfloat16",), ("float16", "float32")))
 
 
-def check_mixed(queries: str, pages: str, head_dim: int, tokens: int, children: dict[str, Child]) -> None:
-    def compile_for(name: str) -> None:
-        gpu = find_gpu(name)
-        if pages == "float8_e4m3fn" and gpu.compute_capability < (8, 9):
-            return
-        facts = children[name].compile(gpu, (head_dim, pages, 16, 4, "everything", tokens), queries)
-        kernel, launch = facts.kernel("paged_attention"), facts.launch("paged_attention")
-        assert not kernel.spill_bytes and not facts.kernel("paged_attention_combine").spill_bytes, kernel
-        assert (kernel.mma > 0) == (queries != "float32")
-        # Float32 queries over narrower pages have no pipeline; other programs compute while one loads.
-        assert kernel.overlaps or aot.resident_blocks(kernel, launch, gpu) >= 3
-        assert facts.command_buffers == 1 and not facts.outside_graphs
-
-    with ThreadPoolExecutor(len(children)) as threads:
-        list(threads.map(compile_for, children))
+def check_mixed(name: str, queries: str, pages: str, head_dim: int, tokens: int, child: Child) -> None:
+    gpu = find_gpu(name)
+    facts = child.compile(gpu, (head_dim, pages, 16, 4, "everything", tokens), queries)
+    kernel, launch = facts.kernel("paged_attention"), facts.launch("paged_attention")
+    assert not kernel.spill_bytes and not facts.kernel("paged_attention_combine").spill_bytes, kernel
+    assert (kernel.mma > 0) == (queries != "float32")
+    # Float32 queries over narrower pages have no pipeline; other programs compute while one loads.
+    assert kernel.overlaps or aot.resident_blocks(kernel, launch, gpu) >= 3
+    assert facts.command_buffers == 1 and not facts.outside_graphs
 
 
-def test_float32_queries_over_8_bit_pages_compile(children: dict[str, Child]) -> None:
-    check_mixed("float32", "int8", 128, 64, children)
+@pytest.mark.parametrize("name", GPU_PARAMS)
+def test_float32_queries_over_8_bit_pages_compile(name: str, child: Child) -> None:
+    check_mixed(name, "float32", "int8", 128, 64, child)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "tokens"), [(128, 64), (256, 8), (64, 8)])
-@pytest.mark.parametrize(("queries", "pages"), MIXED)
+@pytest.mark.parametrize(("name", "queries", "pages"), [
+    (name, queries, pages) for name in (QUICK_GPU, OTHER_GPU) for queries, pages in MIXED
+    if pages != "float8_e4m3fn" or find_gpu(name).compute_capability >= (8, 9)])
 def test_queries_and_pages_of_different_dtypes_compile(
-    queries: str, pages: str, head_dim: int, tokens: int, children: dict[str, Child]
+    name: str, queries: str, pages: str, head_dim: int, tokens: int, child: Child
 ) -> None:
-    check_mixed(queries, pages, head_dim, tokens, children)
+    check_mixed(name, queries, pages, head_dim, tokens, child)
 
 
 @pytest.mark.slow  # every run compares the same kernels of whole programs, in tests/execution/test_aot_programs.py
@@ -237,7 +221,8 @@ def test_a_compiler_that_aborts_fails_one_test_alone(child: Child, monkeypatch: 
     assert child.compile(find_gpu("h200"), VARIANTS[0]).kernels
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("a100-80g", "int8"), ("h200", "fp8")])
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("h200", "fp8"), pytest.param("a100-80g", "int8", marks=pytest.mark.slow)])
 def test_a_step_of_the_engine_over_8_bit_pages(name: str, dtype: str, tmp_path: Path) -> None:
     """With --kv-cache-dtype: numbers and scales are updated in place, in one CUDA graph, nothing spilled."""
     gpu = find_gpu(name)

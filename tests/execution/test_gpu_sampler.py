@@ -25,7 +25,7 @@ from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.sampler import FAILED, SlotParameters, sample
 from jaxpaged.pallas_kernels.top_tokens import top_tokens
 from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, NO_TOKEN_LEFT
-from tests.support.compile_only import compile_only_device
+from tests.support.compile_only import GPU_PARAMS, compile_only_device
 
 INTERPRET = GpuTarget((9, 0), 132, interpret=True)
 ROWS, SLOTS, VOCAB = 8, 11, 2500  # two blocks, the second part empty
@@ -214,7 +214,7 @@ def test_everything_at_once_is_as_on_the_cpu(processed: bool) -> None:
     assert len(np.unique(np.asarray(both))) > 6
 
 
-@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("gpu", GPU_PARAMS)
 def test_compiled_for_gpus(gpu: str, tmp_path: Path) -> None:
     """One launch, no temporaries, 16 bytes at a time, nothing spilled."""
     device = compile_only_device(gpu)

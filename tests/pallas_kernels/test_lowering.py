@@ -19,7 +19,7 @@ from jaxpaged.pallas_kernels import lowering
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.lowering import GpuTarget, launch
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
-from tests.support.compile_only import compile_for, compile_only_device
+from tests.support.compile_only import GPU_PARAMS, OTHER_GPU, QUICK_GPU, compile_for, compile_only_device
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 128
@@ -53,7 +53,7 @@ def test_interpreted_kernel_writes_in_place_where_masked() -> None:
 
 
 @pytest.mark.parametrize(("name", "capability", "generation", "fp8"), [
-    ("h200", (9, 0), "hopper", True), ("a100", (8, 0), "ampere", False),
+    (QUICK_GPU, (9, 0), "hopper", True), pytest.param(OTHER_GPU, (8, 0), "ampere", False, marks=pytest.mark.slow),
 ])
 def test_kernels_compile_for_a_gpu_that_is_not_there(
     name: str, capability: tuple[int, int], generation: str, fp8: bool
@@ -100,7 +100,7 @@ module {
 """
 
 
-@pytest.mark.parametrize("name", ["h200", "a100"])
+@pytest.mark.parametrize("name", GPU_PARAMS)
 def test_triton_ir_compiles_without_pallas(name: str) -> None:
     """The way out that the docstring of pallas_kernels/lowering.py promises."""
     def double(x: jax.Array) -> jax.Array:
@@ -136,7 +136,7 @@ def frozen(lowered: jax.stages.Lowered) -> dict[str, Any]:
         name: np.int32(told[name].value) for name in numbers}
 
 
-@pytest.mark.parametrize("name", ["h200", "a100"])
+@pytest.mark.parametrize("name", GPU_PARAMS)
 def test_a_frozen_kernel_compiles_to_the_same(name: str, tmp_path: Path) -> None:
     """Queries and pools in place, as with Pallas."""
     device = compile_only_device(name)

@@ -16,7 +16,7 @@ from jaxpaged.pallas_kernels import reference
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
-from tests.support.compile_only import compile_only_device
+from tests.support.compile_only import OTHER_GPU, QUICK_GPU, compile_only_device
 
 INTERPRET = GpuTarget((9, 0), 132, interpret=True)
 PAGES, SIZE = 9, 16
@@ -147,8 +147,10 @@ def test_rows_of_the_smallest_numbers_become_zeros(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(("gpu", "tokens", "head_dim", "dtype"), [
-    ("h200", 64, 128, jnp.bfloat16), ("h200", 8192, 64, jnp.bfloat16), ("h200", 256, 80, jnp.float8_e4m3fn),
-    ("a100", 64, 64, jnp.bfloat16), ("a100", 8192, 128, jnp.int8), ("a100", 1, 96, jnp.float16),
+    (QUICK_GPU, 64, 128, jnp.bfloat16), (QUICK_GPU, 8192, 128, jnp.int8), (QUICK_GPU, 256, 80, jnp.float8_e4m3fn),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (QUICK_GPU, 8192, 64, jnp.bfloat16), (OTHER_GPU, 64, 64, jnp.bfloat16), (OTHER_GPU, 8192, 128, jnp.int8),
+        (OTHER_GPU, 1, 96, jnp.float16))),
 ])
 def test_compiled_for_gpus(gpu: str, tokens: int, head_dim: int, dtype: Any, tmp_path: Path) -> None:
     """One launch, in place, 16 bytes at a time, nothing spilled."""

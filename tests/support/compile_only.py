@@ -3,18 +3,21 @@
 from typing import Any
 
 import jax
+import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxpaged.execution.aot import compile_only_devices, no_persistent_cache
 from jaxpaged.execution.gpu_targets import find_gpu
 from jaxpaged.pallas_kernels.lowering import lowering_for
 
-TARGETS = {"h200": "h200", "a100": "a100-80g"}  # those that every run compiles for
+# GPUs to compile for. The quick tests compile each variant of a kernel for one, the slow tests for the others.
+QUICK_GPU, OTHER_GPU = "h200", "a100-80g"
+GPU_PARAMS = (QUICK_GPU, pytest.param(OTHER_GPU, marks=pytest.mark.slow))
 
 
 def compile_only_device(name: str) -> jax.Device:
-    """A device of TARGETS; programs compile for it, but none runs."""
-    return compile_only_devices(find_gpu(TARGETS[name]))[0]
+    """A GPU that `find_gpu` knows; programs compile for it, but none runs."""
+    return compile_only_devices(find_gpu(name))[0]
 
 
 def compile_for(device: jax.Device, function: Any, *shapes: Any, **jit: Any) -> jax.stages.Compiled:
