@@ -114,7 +114,7 @@ def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) 
     config = EngineConfig(model="none", device=device.platform, **flags)
     source = model_of(config, hf, device.platform)
     layout = layout_of(config, source, device, lambda line: None, compiling=False)
-    cut = source.define(source.config.replace(num_layers=layers), layout.partition)
+    cut = source.define(source.config.with_layers(layers), layout.partition)
     programs = ProgramSet(
         cut.graph, cut.shapes, cut.config, replace(layout.cache, num_layers=layers), layout.shape, axes=cut.axes,
         placement=Placement.of(device.devices, layout.partition), vocab_size=cut.vocab_size, dtype=layout.dtype,

@@ -51,11 +51,10 @@ def random_weights(shapes: dict[Any, Any]) -> dict[Any, Any]:
 
 def linear_layers(model: Transformer, x: jax.Array) -> jax.Array:
     """All products of a step [T, D] -> logits [at most 32, V]; sums stand in for attention."""
-    config = model.config
     for layer in model.layers:
         q, k, v = apply_linear(x, layer.attn.q, layer.attn.k, layer.attn.v)
-        x = layer.attn.o(q + jnp.tile(k + v, (1, config.num_heads // config.num_kv_heads)), x)
-        x = layer.mlp(x, x)
+        x = layer.attn.o(q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1])))
+        x = layer.mlp(x)
     x = x[:32]
     return model.embed.logits(x) if model.head is None else model.head(x)
 

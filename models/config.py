@@ -1,7 +1,14 @@
-"""The model's shape, frozen, as its definition needs it; made from the checkpoint's config.json."""
+"""A model's shape, frozen: what each layer is and what it keeps, made from the checkpoint's config.json.
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+Axis letters as in the array comments: D model, N query heads, K kv heads, H head dim, F mlp, V vocab.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jaxpaged.core.kv_groups import KVLayout, make_layout
+
+NormPlacement = Literal["before", "after", "both", "parallel", "parallel_separate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,32 +24,112 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes and switches of a decoder; axis letters as in the array comments (D, N, K, H, F, V)."""
+class NormSpec:
+    """A norm, computed in float32.
 
-    architecture: str
-    num_layers: int
-    model_dim: int
+    Attributes:
+        eps: added to the mean square.
+        mean: the mean is subtracted first (LayerNorm); otherwise it is a root mean square norm.
+        plus_one: the weight is 1 + the stored scale (Gemma).
+        bias: a bias is added.
+    """
+
+    eps: float = 1e-5
+    mean: bool = False
+    plus_one: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention over paged keys and values.
+
+    Attributes:
+        rope: rotary rule; None: queries and keys are not rotated.
+        bias, output_bias: of the products before and after attention.
+        qk_norm: norm of each head's queries and keys before they are rotated.
+        scale, window, softcap: see `AttentionRule`; scale None is H ** -0.5.
+        alibi: a bias that grows with distance (Press et al., 2022).
+        sinks: a learned logit per head that takes weight and gives no value (gpt-oss).
+    """
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp_dim: int
+    rope: RopeConfig | None = RopeConfig()
+    bias: bool = False
+    output_bias: bool = False
+    qk_norm: NormSpec | None = None
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """A dense MLP.
+
+    Attributes:
+        dim: F.
+        activation: a key of `mlp.ACTIVATIONS`.
+        gated: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+    """
+
+    dim: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+# What may stand in a layer; each kind has a module of its own. Latent attention and recurrent state become further
+# mixers, experts a further MLP.
+MixerSpec = AttentionSpec
+AnyMLPSpec = MLPSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: a mixer, which moves information between tokens, then an MLP, both added to the residual.
+
+    Attributes:
+        norms: where they stand: before each of the two, after each (before it is added), both; or "parallel": mixer
+            and MLP read the same normed input ("parallel_separate": each normed by its own), and are added together.
+        residual_scale: factor on what mixer and MLP add.
+    """
+
+    mixer: MixerSpec
+    mlp: AnyMLPSpec
+    norm: NormSpec = NormSpec()
+    norms: NormPlacement = "before"
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder: embedding, layers, norm, head.
+
+    Attributes:
+        norm: the norm before the head.
+        learned_positions: rows of a table of position embeddings that is added to the token's; 0: none.
+        embedding_scale: factor on embeddings, rounded to the dtype of the weights.
+        logit_scale, logit_softcap: logits times the one, then bounded by c * tanh(x / c) with the other.
+        eos_token_ids: ids that end a text.
+        checkpoint_dtype: of the checkpoint's weights.
+    """
+
+    architecture: str
+    model_dim: int
     vocab_size: int
     max_model_len: int
-    norm_eps: float = 1e-5
-    rope: RopeConfig = field(default_factory=RopeConfig)
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec = NormSpec()
     tie_embeddings: bool = False
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # each head's queries and keys are normed before they are rotated
-    # Attention, see AttentionRule: scale of the products (None: H ** -0.5), the window of each layer (empty: no layer
-    # has one), bound on scores, ALiBi instead of rotary positions, learned sinks.
-    attention_scale: float | None = None
-    windows: tuple[int | None, ...] = ()
-    attention_softcap: float | None = None
-    alibi: bool = False
-    attention_sinks: bool = False
+    learned_positions: int = 0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"
 
@@ -50,6 +137,62 @@ class ModelConfig:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
-    def window(self, layer: int) -> int | None:
-        """The sliding window of a layer; None if it sees everything before."""
-        return self.windows[layer] if self.windows else None
+    def with_layers(self, count: int) -> "ModelConfig":
+        """The same model cut to its first `count` layers."""
+        return replace(self, layers=self.layers[:count])
+
+    def with_layers_of_each_kind(self, count: int) -> "ModelConfig":
+        """The same model with the first `count` layers of each kind."""
+        seen: dict[LayerSpec, int] = {}
+        for layer in self.layers:
+            seen[layer] = min(seen.get(layer, 0) + 1, count)
+        return replace(self, layers=tuple(layer for layer, times in seen.items() for _ in range(times)))
+
+    def with_attention(self, **changes: Any) -> "ModelConfig":
+        """A copy with fields of every layer's attention changed."""
+        return replace(self, layers=tuple(
+            replace(layer, mixer=replace(layer.mixer, **changes)) for layer in self.layers))
+
+    def with_windows(self, windows: tuple[int | None, ...]) -> "ModelConfig":
+        """A copy with the sliding window of each layer, which are taken in turn if there are fewer."""
+        return replace(self, layers=tuple(
+            replace(layer, mixer=replace(layer.mixer, window=windows[index % len(windows)]))
+            for index, layer in enumerate(self.layers)))
+
+    def part(self, devices: int, kv_devices: int) -> "ModelConfig":
+        """The attention that each of `devices` devices computes, of which `kv_devices` hold different KV heads."""
+        return replace(self, layers=tuple(
+            replace(layer, mixer=replace(layer.mixer, num_heads=layer.mixer.num_heads // devices,
+                                         num_kv_heads=layer.mixer.num_kv_heads // kv_devices))
+            for layer in self.layers))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each layer."""
+        return tuple(layer.mixer for layer in self.layers)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Where the keys and values of each layer lie. All layers keep all tokens so far, whatever they see."""
+        return make_layout((None,) * len(self.layers))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K, which all layers share: their keys and values lie in pools of one shape."""
+        return self.attention[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """H, which all layers share."""
+        return self.attention[0].head_dim
+
+
+def uniform_layers(count: int, *, heads: int, kv_heads: int, head_dim: int, mlp_dim: int, norm_eps: float = 1e-5,
+                   **attention: Any) -> tuple[LayerSpec, ...]:
+    """`count` equal Llama layers."""
+    layer = LayerSpec(AttentionSpec(heads, kv_heads, head_dim, **attention), MLPSpec(mlp_dim), NormSpec(norm_eps))
+    return (layer,) * count

@@ -1,10 +1,16 @@
 """Read the fields that all families share from a checkpoint's config.json."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models.config import ModelConfig, RopeConfig
+from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
+
+# transformers' names of activations, and ours.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+               "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 _ROPE_NUMBERS = {
     "default": (),
@@ -14,8 +20,16 @@ _ROPE_NUMBERS = {
 }
 
 
-def common_config(hf: dict[str, Any], **changes: Any) -> ModelConfig:
-    """ModelConfig from the usual keys; `changes` are the family's own fields.
+def common_config(
+    hf: dict[str, Any], *, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None,
+    windows: Sequence[int | None] = (), **changes: Any,
+) -> ModelConfig:
+    """ModelConfig from the usual keys: equal Llama layers, but for what the family changes.
+
+    Args:
+        attention, mlp: fields of `AttentionSpec` and `MLPSpec` that differ from Llama's.
+        windows: the sliding window of each layer; empty: no layer has one.
+        changes: fields of ModelConfig.
 
     Raises:
         CheckpointError: a key is missing, of the wrong type, or sizes do not fit one another.
@@ -29,30 +43,39 @@ def common_config(hf: dict[str, Any], **changes: Any) -> ModelConfig:
                               f"({kv_heads})")
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim ({head_dim}) must be even")
-    activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModelError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
     bias = bool(hf.get("attention_bias", False))
+    mixer = AttentionSpec(heads, kv_heads, head_dim, rope_config(hf), bias, bias)
+    mixer = replace(mixer, **attention or {})
+    dense = replace(MLPSpec(_size(hf, "intermediate_size"), _activation(hf), bias=bool(hf.get("mlp_bias", False))),
+                    **mlp or {})
+    norm = norm_spec(hf)
+    layers = tuple(LayerSpec(replace(mixer, window=window), dense, norm)
+                   for window in windows or (None,) * _size(hf, "num_hidden_layers"))
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],
-        "num_layers": _size(hf, "num_hidden_layers"),
         "model_dim": model_dim,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "mlp_dim": _size(hf, "intermediate_size"),
         "vocab_size": _size(hf, "vocab_size"),
         "max_model_len": _context(hf),
-        "norm_eps": _number(hf, "rms_norm_eps", 1e-6),
-        "rope": rope_config(hf),
+        "layers": layers,
+        "norm": norm,
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "attention_bias": bias,
-        "attention_output_bias": bias,
-        "mlp_bias": bool(hf.get("mlp_bias", False)),
         "eos_token_ids": eos_ids(hf, "config.json"),
         "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
     }
     return ModelConfig(**(fields | changes))
+
+
+def norm_spec(hf: dict[str, Any]) -> NormSpec:
+    """Llama's norm, with the eps of the checkpoint."""
+    return NormSpec(_number(hf, "rms_norm_eps", 1e-6))
+
+
+def _activation(hf: dict[str, Any]) -> str:
+    name = hf.get("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(f"config.json: hidden_act {name!r} is not supported; supported are "
+                                    f"{', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def eos_ids(config: dict[str, Any], file: str) -> tuple[int, ...]:
@@ -89,7 +112,7 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
 
 
 def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
-    """The sliding window of each layer, as `ModelConfig.windows`.
+    """The sliding window of each layer; empty where no layer has one.
 
     Args:
         first: the first layer that has one, where the config lists no layer_types.

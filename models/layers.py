@@ -5,13 +5,11 @@ Axis letters: T tokens, D model, N query heads, K kv heads, H head dim, F mlp, V
 Norms, rotary angles and logits are computed in float32 whatever the weights' dtype.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged.models.config import RopeConfig
+from jaxpaged.models.config import NormSpec
 from jaxpaged.pallas_kernels import native_linear
 
 MeshAxes = tuple[str, ...] | None
@@ -33,13 +31,9 @@ class Linear(nnx.Module):
         self.sum_over = sum_over
         self.native = False
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-        """[T, in] -> [T, out], plus `residual` [T, out]."""
-        if residual is None:
-            return apply_linear(x, self)[0]
-        if self.native and self.bias is None and not self.sum_over:
-            return native_linear.linear(x, [self.kernel[...]], residual)[0]
-        return residual + apply_linear(x, self)[0]
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, in] -> [T, out]."""
+        return apply_linear(x, self)[0]
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         """As an output head: not rounded to the weights' dtype."""
@@ -60,20 +54,28 @@ def apply_linear(x: jax.Array, *layers: Linear) -> list[jax.Array]:
     return results
 
 
-class RMSNorm(nnx.Module):
-    """Root mean square norm (Zhang and Sennrich, 2019), in float32."""
+class Norm(nnx.Module):
+    """A root mean square norm (Zhang and Sennrich, 2019) or, with a mean, a layer norm, in float32; see `NormSpec`."""
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
-        self.scale = nnx.Param(jnp.ones(size, dtype))
-        self.eps = eps
+    def __init__(self, size: int, spec: NormSpec, *, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.zeros(size, dtype) if spec.plus_one else jnp.ones(size, dtype))
+        self.bias = nnx.Param(jnp.zeros(size, dtype)) if spec.bias else None
+        self.spec = spec
         self.native = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.native:
-            return native_linear.rms_norm(x, self.scale[...], self.eps)
+        spec, scale = self.spec, self.scale[...].astype(jnp.float32)
+        if spec.plus_one:
+            scale = 1 + scale
+        if self.native and not (spec.mean or spec.bias):
+            return native_linear.rms_norm(x, scale, spec.eps)
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        if spec.mean:
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + spec.eps) * scale
+        if self.bias is not None:
+            wide = wide + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)
 
 
 class Embedding(nnx.Module):
@@ -105,74 +107,8 @@ class Embedding(nnx.Module):
         return jnp.einsum("bd,vd->bv", x, self.table[...], preferred_element_type=jnp.float32)
 
 
-class GatedMLP(nnx.Module):
-    """residual + down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
-
-    def __init__(
-        self, model_dim: int, mlp_dim: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
-    ) -> None:
-        self.gate = Linear(model_dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Linear(model_dim, mlp_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(mlp_dim, model_dim, bias=bias, dtype=dtype, rngs=rngs, sum_over=axis)
-
-    def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
-        if self.gate.native and self.gate.bias is None:
-            return self.down(native_linear.gated(x, self.gate.kernel[...], self.up.kernel[...]), residual)
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x), residual)
-
-
 def use_native_products(model: nnx.Module) -> None:
     """From now on all products with the model's weights, float32, and norms run in the native CPU kernels."""
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, Linear | Embedding | RMSNorm):
+        if isinstance(module, Linear | Embedding | Norm):
             module.native = True
-
-
-def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [T, H // 2] float32 of each token's rotary angles (Su et al., 2021).
-
-    Angles come from integer positions in float32 whatever the weights' dtype: half precision cannot count to 2,049.
-    """
-    frequency = rope.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    scaling = dict(rope.scaling)
-    if rope.kind == "linear":
-        frequency = frequency / scaling["factor"]
-    elif rope.kind == "llama3":
-        frequency = _llama3_frequency(frequency, scaling)
-    elif rope.kind == "yarn":
-        frequency = _yarn_frequency(frequency, rope.theta, scaling)
-    angle = position.astype(jnp.float32)[:, None] * frequency[None, :]
-    magnitude = scaling.get("attention_factor", 1.0)
-    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
-
-
-def _llama3_frequency(frequency: jax.Array, scaling: dict[str, float]) -> jax.Array:
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequency / (2 * jnp.pi)
-    smooth = jnp.clip((turns - low) / (high - low), 0, 1)
-    return (1 - smooth) * frequency / factor + smooth * frequency
-
-
-def _yarn_frequency(frequency: jax.Array, theta: float, scaling: dict[str, float]) -> jax.Array:
-    """Slow frequencies divided by the factor, fast ones as they are, a ramp between (YaRN; Peng et al., 2023)."""
-    size = 2 * len(frequency)
-
-    def pair(turns: float) -> float:
-        """The pair that turns so often in the original context."""
-        context = scaling["original_max_position_embeddings"]
-        return size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = pair(scaling["beta_fast"]), pair(scaling["beta_slow"])
-    if scaling["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
-    slow = jnp.clip((jnp.arange(len(frequency)) - low) / (high - low or 1e-3), 0, 1)
-    return slow * frequency / scaling["factor"] + (1 - slow) * frequency
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Apply rotary angles [T, H // 2] to x [T, heads, H]; first and second half of H form the pairs."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)

@@ -12,7 +12,7 @@ WEIGHTS = llama.WEIGHTS
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Qwen2 checkpoint."""
-    return common_config(hf, attention_bias=True, attention_output_bias=False, mlp_bias=False, windows=windows(hf))
+    return common_config(hf, attention={"bias": True, "output_bias": False}, mlp={"bias": False}, windows=windows(hf))
 
 
 def windows(hf: dict[str, Any]) -> tuple[int | None, ...]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import common_config
+from jaxpaged.models.hf_config import common_config, norm_spec
 from jaxpaged.models.qwen2 import windows
 from jaxpaged.models.weight_rules import WeightRule, as_is
 
@@ -18,4 +18,5 @@ WEIGHTS = (
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Qwen3 checkpoint."""
-    return common_config({"head_dim": 128} | hf, mlp_bias=False, qk_norm=True, windows=windows(hf))
+    return common_config({"head_dim": 128} | hf, attention={"qk_norm": norm_spec(hf)}, mlp={"bias": False},
+                         windows=windows(hf))

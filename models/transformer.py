@@ -1,4 +1,7 @@
-"""The decoder that the families share: embed, layers, norm, logits of the sampled rows."""
+"""The decoder that the families share: embed, layers, norm, logits of the sampled rows.
+
+What a layer is comes from its `LayerSpec`; `MIXERS` and `MLPS` say which module computes which kind of spec.
+"""
 
 from functools import partial
 
@@ -6,59 +9,85 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged.models.attention import Attention, AttentionMetadata
-from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import Embedding, GatedMLP, Linear, MeshAxes, RMSNorm
+from jaxpaged.models.attention import Attention
+from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm
+from jaxpaged.models.metadata import AttentionMetadata, StepMetadata
+from jaxpaged.models.mlp import DenseMLP
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 
-Pools = tuple[KVPages, ...]  # one per layer
+Pools = tuple[KVPages, ...]  # one per strip, see `KVLayout`
+
+MIXERS = {AttentionSpec: Attention}
+MLPS = {MLPSpec: DenseMLP}
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Mixer and MLP with their norms and residuals."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
+        self, spec: LayerSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
-        self.attn_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
-        self.attn = Attention(config, layer, dtype=dtype, rngs=rngs, axis=axis)
-        self.mlp_norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.model_dim, config.mlp_dim, bias=config.mlp_bias, dtype=dtype, rngs=rngs, axis=axis)
+        def norm(*placements: str) -> Norm | None:
+            return Norm(model_dim, spec.norm, dtype=dtype) if spec.norms in placements else None
+
+        self.attn_norm = norm("before", "both", "parallel", "parallel_separate")
+        self.attn = MIXERS[type(spec.mixer)](spec.mixer, model_dim, dtype=dtype, rngs=rngs, axis=axis)
+        self.attn_post_norm = norm("after", "both")
+        self.mlp_norm = norm("before", "both", "parallel_separate")
+        self.mlp = MLPS[type(spec.mlp)](spec.mlp, model_dim, dtype=dtype, rngs=rngs, axis=axis)
+        self.mlp_post_norm = norm("after", "both")
+        self.parallel = spec.norms.startswith("parallel")
+        self.residual_scale = spec.residual_scale
 
     def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
-        x, pages = self.attn(self.attn_norm(x), pages, meta, x)
-        return self.mlp(self.mlp_norm(x), x), pages
+        """[T, D] -> [T, D], and the pools with this step's keys and values."""
+        normed = _apply(self.attn_norm, x)
+        y, pages = self.attn(normed, pages, meta)
+        if self.parallel:
+            return self._add(x, y + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))), pages
+        x = self._add(x, _apply(self.attn_post_norm, y))
+        return self._add(x, _apply(self.mlp_post_norm, self.mlp(_apply(self.mlp_norm, x)))), pages
+
+    def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + y if self.residual_scale == 1 else x + y * jnp.asarray(self.residual_scale, y.dtype)
+
+
+def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 class Transformer(nnx.Module):
     """A causal decoder over page pools.
 
     Args:
-        config: sizes and switches.
+        config: sizes, and what each layer is.
         dtype: of weights and activations.
         rngs: for random weights; under `nnx.eval_shape` nothing is drawn.
         axis: mesh axes that share heads, MLP and vocabulary, for a model that runs under `jax.shard_map` on its own
-            piece of every weight; None on one device.
+            part of every weight; None on one device.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
         self.config = config
         self.embed = Embedding(config.vocab_size, config.model_dim, dtype=dtype, rngs=rngs, axis=axis)
-        self.layers = nnx.List([DecoderLayer(config, layer, dtype=dtype, rngs=rngs, axis=axis)
-                                for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.model_dim, eps=config.norm_eps, dtype=dtype)
+        self.positions = (nnx.Param(jnp.zeros((config.learned_positions, config.model_dim), dtype))
+                          if config.learned_positions else None)
+        self.layers = nnx.List([DecoderLayer(spec, config.model_dim, dtype=dtype, rngs=rngs, axis=axis)
+                                for spec in config.layers])
+        self.norm = Norm(config.model_dim, config.norm, dtype=dtype)
         tied = config.tie_embeddings
         self.head = None if tied else Linear(config.model_dim, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, ids: jax.Array, sample_row: jax.Array, pools: Pools, meta: AttentionMetadata
+        self, ids: jax.Array, sample_row: jax.Array, pools: Pools, meta: StepMetadata
     ) -> tuple[jax.Array, Pools]:
         """One step.
 
         Args:
             ids: [T] int32.
             sample_row: [B] int32, rows whose logits are wanted; the head runs on these alone.
-            pools: keys and values of every layer, updated in place where donated.
+            pools: keys and values, updated in place where donated.
             meta: see `make_metadata`.
 
         Returns:
@@ -67,21 +96,28 @@ class Transformer(nnx.Module):
         x, pools = self._layers(ids, pools, meta)
         x = self.norm(x[sample_row])
         logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
+        if self.config.logit_softcap is not None:
+            logits = self.config.logit_softcap * jnp.tanh(logits / self.config.logit_softcap)
         return logits, pools
 
-    def hidden(self, ids: jax.Array, pools: Pools, meta: AttentionMetadata) -> tuple[jax.Array, Pools]:
+    def hidden(self, ids: jax.Array, pools: Pools, meta: StepMetadata) -> tuple[jax.Array, Pools]:
         """As a step of `__call__`, with what the head would read of every row: [T, D] float32, and the pools."""
         x, pools = self._layers(ids, pools, meta)
         return self.norm(x).astype(jnp.float32), pools
 
-    def _layers(self, ids: jax.Array, pools: Pools, meta: AttentionMetadata) -> tuple[jax.Array, Pools]:
+    def _layers(self, ids: jax.Array, pools: Pools, meta: StepMetadata) -> tuple[jax.Array, Pools]:
         x = self.embed(ids)
-        updated = []
-        for layer, pages in zip(self.layers, pools, strict=True):
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions[...][meta.position]
+        strips = list(pools)
+        for index, (layer, strip) in enumerate(zip(self.layers, self.config.kv_layout.strips, strict=True)):
             graph, weights = nnx.split(layer)
-            x, pages = _run_layer(graph, weights, x, pages, meta)
-            updated.append(pages)
-        return x, tuple(updated)
+            x, strips[strip] = _run_layer(graph, weights, x, strips[strip], meta.of_layer(index))
+        return x, tuple(strips)
 
 
 # A jit inside the step's jit: equal layers are traced once.

@@ -148,7 +148,7 @@ def _small(
 ) -> list["ProgramSet"]:
     from jaxpaged.engine.startup import programs_of
 
-    return [programs_of(config, layout, model.define(model.config.replace(num_layers=layers), layout.partition), device,
+    return [programs_of(config, layout, model.define(model.config.with_layers(layers), layout.partition), device,
                         _say) for layers in (1, 2)]
 
 

@@ -129,9 +129,11 @@ def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, sampl
     rotation in float32, attention's output, three MLP activations, and eight arrays of logits. The tests compare it
     with compiled steps.
     """
-    heads = -(-config.num_heads // num_devices) + 2 * -(-config.num_kv_heads // min(num_devices, config.num_kv_heads))
+    heads = -(-max(spec.num_heads for spec in config.attention) // num_devices) + \
+        2 * -(-config.num_kv_heads // min(num_devices, config.num_kv_heads))
+    mlp_dim = max(layer.mlp.dim for layer in config.layers)
     row = 4 * config.model_dim * (itemsize + 4) + 4 * heads * config.head_dim * (itemsize + 4) + \
-        3 * -(-config.mlp_dim // num_devices) * (itemsize + 4)
+        3 * -(-mlp_dim // num_devices) * (itemsize + 4)
     return tokens * row + 8 * 4 * samples * -(-config.vocab_size // num_devices) + 2**26
 
 

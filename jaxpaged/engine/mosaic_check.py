@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.execution.devices import DeviceInfo, select_device
-from jaxpaged.models.attention import uses_mosaic
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.metadata import uses_mosaic
 from jaxpaged.pallas_kernels import paged_attention, reference
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages
@@ -58,9 +58,9 @@ class Case:
 
     @classmethod
     def of(cls, model: ModelConfig, page_size: int, dtype: jnp.dtype) -> "Case":
-        windows = {model.window(layer) for layer in range(model.num_layers)}
-        return cls(model.num_heads // model.num_kv_heads, min(model.num_kv_heads, 2), model.head_dim, page_size,
-                   dtype.name, sorted(windows, key=lambda window: window or 0), model.attention_softcap)
+        spec, windows = model.attention[0], {spec.window for spec in model.attention}
+        return cls(spec.num_heads // spec.num_kv_heads, min(spec.num_kv_heads, 2), spec.head_dim, page_size,
+                   dtype.name, sorted(windows, key=lambda window: window or 0), spec.softcap)
 
 
 def failure_of(case: Case, seconds: float = MAX_SECONDS, program: Sequence[str] = PROGRAM) -> str | None:

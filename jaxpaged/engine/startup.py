@@ -142,8 +142,7 @@ def layout_of(
     def temporaries(layout: EngineLayout) -> int:
         if not compiling:
             return temporaries_by_bound(layout, model.config)
-        small = model.define(model.config.replace(num_layers=min(TRIAL_LAYERS, model.config.num_layers)),
-                             layout.partition)
+        small = model.define(model.config.with_layers_of_each_kind(TRIAL_LAYERS), layout.partition)
         return programs_of(config, layout, small, device, report).largest_temporaries()
 
     return make_layout(

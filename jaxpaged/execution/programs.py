@@ -32,8 +32,8 @@ from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
 from jaxpaged.execution.step_functions import XLA_ONLY, NativeKernels, Params, StepFunctions
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, ProgramName, StepShape
-from jaxpaged.models.attention import uses_mosaic
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.metadata import uses_mosaic
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.tiles import MANY_TOKENS

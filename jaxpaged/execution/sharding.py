@@ -7,7 +7,7 @@ their query heads. Everything else that is sharded, is sharded over both. With a
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -52,9 +52,9 @@ class Partition:
 
 def possible_sizes(config: ModelConfig) -> tuple[int, ...]:
     """Numbers of devices that the attention heads can be shared out to."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    return tuple(size for size in range(1, heads + 1)
-                 if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0))
+    kv_heads, heads = config.num_kv_heads, {spec.num_heads for spec in config.attention}
+    return tuple(size for size in range(1, max(heads) + 1)
+                 if not any(count % size for count in heads) and (kv_heads % size == 0 or size % kv_heads == 0))
 
 
 def partition_of(config: ModelConfig, size: int) -> Partition:
@@ -65,8 +65,9 @@ def partition_of(config: ModelConfig, size: int) -> Partition:
     """
     sizes = possible_sizes(config)
     if size not in sizes:
+        heads = " or ".join(map(str, sorted({spec.num_heads for spec in config.attention})))
         raise ConfigError(
-            f"--tensor-parallel-size {size} does not fit {config.num_heads} attention heads and {config.num_kv_heads} "
+            f"--tensor-parallel-size {size} does not fit {heads} attention heads and {config.num_kv_heads} "
             f"KV heads; use one of {', '.join(map(str, sizes))}")
     kv = min(size, config.num_kv_heads)
     return Partition(kv, size // kv)
@@ -77,7 +78,8 @@ def padded(config: ModelConfig, partition: Partition) -> ModelConfig:
     def up(count: int) -> int:
         return -(-count // partition.size) * partition.size
 
-    return config.replace(vocab_size=up(config.vocab_size), mlp_dim=up(config.mlp_dim))
+    layers = tuple(replace(layer, mlp=replace(layer.mlp, dim=up(layer.mlp.dim))) for layer in config.layers)
+    return config.replace(vocab_size=up(config.vocab_size), layers=layers)
 
 
 def axes_tree(shapes: Mapping[Any, Any], rules: Sequence[WeightRule]) -> dict[Any, Any]:

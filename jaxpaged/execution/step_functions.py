@@ -17,9 +17,9 @@ from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_input import unpack_step
 from jaxpaged.execution.step_shape import StepShape
 from jaxpaged.execution.vocab_shards import VocabShards
-from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import use_native_products
+from jaxpaged.models.metadata import make_metadata
 from jaxpaged.models.transformer import Pools, Transformer
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.sampler import SlotParameters
@@ -74,8 +74,7 @@ class StepFunctions:
         graph, block_size, partition = self.graph, self.shape.block_size, self.placement.partition
         native, target, dtype, cache_dtype = self.native, self.target, self.dtype, self.cache_dtype
         # What one device has of it.
-        config = self.config.replace(num_heads=self.config.num_heads // partition.size,
-                                      num_kv_heads=self.config.num_kv_heads // partition.kv)
+        config = self.config.part(partition.size, partition.kv)
         shards, vocab_size = self.placement.vocab_shards, self.vocab_size
 
         def forward(
@@ -89,7 +88,7 @@ class StepFunctions:
             column = jnp.where(rows.new_block >= 0, rows.position // block_size, block_table.shape[1])
             block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
-            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size, dtype=dtype,
+            meta = make_metadata(rows.slot, rows.position, block_table[None], config, block_size, dtype=dtype,
                                  cache_dtype=cache_dtype, native=native.attention, target=target)
             model = nnx.merge(graph, params)
             if native.linear:

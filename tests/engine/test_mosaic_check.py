@@ -17,12 +17,12 @@ from jaxpaged.execution import aot
 from jaxpaged.execution.devices import DeviceInfo
 from jaxpaged.execution.gpu_targets import find_gpu
 from jaxpaged.execution.programs import ProgramSet
-from jaxpaged.models.attention import uses_mosaic
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import ModelConfig, uniform_layers
+from jaxpaged.models.metadata import uses_mosaic
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 
-MODEL = ModelConfig("test", num_layers=2, model_dim=512, num_heads=8, num_kv_heads=2, head_dim=64, mlp_dim=48,
-                    vocab_size=64, max_model_len=128)
+MODEL = ModelConfig("test", model_dim=512, vocab_size=64, max_model_len=128,
+                    layers=uniform_layers(2, heads=8, kv_heads=2, head_dim=64, mlp_dim=48))
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 SMALL = Case(group=4, kv_heads=1, head_dim=64, page_size=32, dtype="bfloat16", interpret=True)
 SPOILED = """
@@ -59,9 +59,9 @@ def test_the_choice_by_model() -> None:
     """Only where some step would use it is it tried at all."""
     target = GpuTarget.of(device("h200").devices[0], "auto")
     assert uses_mosaic(target, MODEL, BFLOAT16, BFLOAT16)
-    assert uses_mosaic(target, MODEL.replace(windows=(100, None), attention_softcap=3.0), BFLOAT16, BFLOAT16)
-    for model, dtype in ((MODEL, jnp.dtype(jnp.int8)), (MODEL.replace(alibi=True), BFLOAT16),
-                         (MODEL.replace(attention_sinks=True), BFLOAT16), (MODEL.replace(head_dim=80), BFLOAT16)):
+    assert uses_mosaic(target, MODEL.with_attention(softcap=3.0).with_windows((100, None)), BFLOAT16, BFLOAT16)
+    for model, dtype in ((MODEL, jnp.dtype(jnp.int8)), (MODEL.with_attention(alibi=True), BFLOAT16),
+                         (MODEL.with_attention(sinks=True), BFLOAT16), (MODEL.with_attention(head_dim=80), BFLOAT16)):
         assert not uses_mosaic(target, model, BFLOAT16, dtype)
 
 
@@ -111,7 +111,7 @@ def test_what_is_right_or_was_asked_for_stays(caplog: pytest.LogCaptureFixture) 
     for wanted, info in (("mosaic", device("h200")), ("triton", device("h200")), ("auto", device("a100-80g")),
                          ("auto", device("h200", 2)), ("auto", DeviceInfo("cpu", "CPU", 0, ()))):
         assert settle(wanted, device=info, find_failure=fail) == wanted
-    assert settle("auto", model=MODEL.replace(alibi=True), device=device("h200"), find_failure=fail) == "auto"
+    assert settle("auto", model=MODEL.with_attention(alibi=True), device=device("h200"), find_failure=fail) == "auto"
     assert not caplog.records
 
 

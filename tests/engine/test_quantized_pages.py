@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.models.attention import make_metadata
+from jaxpaged.models.metadata import make_metadata
 from jaxpaged.pallas_kernels import kv_write, reference
 from jaxpaged.pallas_kernels.kv_pages import LARGEST, max_addressable, page_dtype, quantize
 from jaxpaged.text.tokenizer import load_tokenizer
@@ -91,7 +91,7 @@ def test_quality_on_a_real_model(smollm2_path: Path) -> None:
 
     @jax.jit
     def run(params: Any, pools: Any) -> jax.Array:
-        meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table, config, 16)
+        meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table[None], config, 16)
         return jax.nn.log_softmax(nnx.merge(graph, params)(ids, jnp.arange(count), pools, meta)[0])
 
     def logprobs(name: str) -> np.ndarray:

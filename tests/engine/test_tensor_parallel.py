@@ -18,7 +18,7 @@ from jaxpaged.commands.convert import main as convert
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution.sharding import Partition, padded, partition_of, possible_sizes
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import ModelConfig, uniform_layers
 from tests.support.sameness import compare_ids
 from tests.support.sharded_process import ROOT, run_cases
 from tests.support.tiny_llama import CONFIG, Reference, random_prompt, random_weights, write_model
@@ -175,14 +175,15 @@ def test_smollm2_on_three_devices(smollm2_path: Path) -> None:
     (9, 3, (1, 3, 9)), (8, 4, (1, 2, 4, 8)), (32, 8, (1, 2, 4, 8, 16, 32)), (12, 1, (1, 2, 3, 4, 6, 12)),
     (6, 4, (1, 2)), (7, 7, (1, 7))])
 def test_sizes_that_heads_can_be_shared_out_to(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> None:
-    config = ModelConfig("Some", 1, 64, heads, kv_heads, 16, 90, 257, 128)
+    config = ModelConfig("Some", 64, 257, 128, uniform_layers(
+        1, heads=heads, kv_heads=kv_heads, head_dim=16, mlp_dim=90))
     assert possible_sizes(config) == sizes
     for size in sizes:
         partition = partition_of(config, size)
         assert partition.size == size and partition.kv == min(size, kv_heads)
         larger = padded(config, partition)
-        assert larger.vocab_size % size == larger.mlp_dim % size == 0
-        assert larger.vocab_size - 257 < size and larger.mlp_dim - 90 < size
+        assert larger.vocab_size % size == larger.layers[0].mlp.dim % size == 0
+        assert larger.vocab_size - 257 < size and larger.layers[0].mlp.dim - 90 < size
     with pytest.raises(ConfigError, match=f"use one of {', '.join(map(str, sizes))}"):
         partition_of(config, 5)
     assert padded(config, Partition()) == config
@@ -193,7 +194,8 @@ def test_sizes_that_heads_can_be_shared_out_to(heads: int, kv_heads: int, sizes:
 def test_every_size_is_shared_out_or_refused(group: int, kv_heads: int, size: int, mlp: int, vocab: int) -> None:
     """By handing out heads one after another: each device needs as many, and holds the KV heads of its own."""
     heads = group * kv_heads
-    config = ModelConfig("Some", 1, 64, heads, kv_heads, 16, mlp, vocab, 128)
+    config = ModelConfig("Some", 64, vocab, 128, uniform_layers(
+        1, heads=heads, kv_heads=kv_heads, head_dim=16, mlp_dim=mlp))
     needed = [{head // group for head in range(heads) if head * size // heads == device} for device in range(size)]
     even = heads % size == 0 and len({len(kv) for kv in needed}) == 1 and sum(map(len, needed)) in (kv_heads, size)
     if not even:
@@ -205,7 +207,7 @@ def test_every_size_is_shared_out_or_refused(group: int, kv_heads: int, size: in
     held = np.array_split(np.arange(kv_heads), partition.shards("kv_heads"))
     assert needed == [set(held[device // partition.share]) for device in range(size)]
     larger = padded(config, partition)
-    for count, whole in ((mlp, larger.mlp_dim), (vocab, larger.vocab_size)):
+    for count, whole in ((mlp, larger.layers[0].mlp.dim), (vocab, larger.vocab_size)):
         assert count <= whole < count + size and whole % size == 0
 
 

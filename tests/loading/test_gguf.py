@@ -332,8 +332,9 @@ def test_qwen_equals_transformers(architecture: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.read(name), tensor.numpy())
     assert checkpoint.config["architectures"] == [type(reference).__name__]
     config = find_family(checkpoint.config).config_from_hf(checkpoint.config)
-    assert (config.attention_bias, config.qk_norm) == (architecture == "qwen2", architecture == "qwen3")
-    assert not config.attention_output_bias and config.head_dim == tiny["head_dim"]
+    spec = config.attention[0]
+    assert (spec.bias, spec.qk_norm is not None) == (architecture == "qwen2", architecture == "qwen3")
+    assert not spec.output_bias and spec.head_dim == tiny["head_dim"]
 
 
 def test_config(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from jaxpaged.core.errors import CheckpointError
 from jaxpaged.engine.startup import model_of
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
-from jaxpaged.models.attention import make_metadata
 from jaxpaged.models.config import RopeConfig
 from jaxpaged.models.hf_config import common_config
-from jaxpaged.models.layers import rotary_angles, rotate
+from jaxpaged.models.metadata import make_metadata
 from jaxpaged.models.registry import find_family
+from jaxpaged.models.rotary import rotary_angles, rotate
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from tests.support.sameness import compare_ids, num_decided
@@ -97,7 +97,7 @@ def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32
 
     @jax.jit
     def run(params: Any, ids: jax.Array) -> jax.Array:
-        meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table, config, block_size)
+        meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table[None], config, block_size)
         pools = (KVPages(pool, pool),) * config.num_layers
         return nnx.merge(graph, params)(ids, jnp.arange(count), pools, meta)[0]
 
@@ -210,16 +210,17 @@ SPARSE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediat
 def test_a_sparse_config_means_what_it_means_to_transformers(more: dict[str, Any]) -> None:
     """Files of older or hand-made checkpoints leave out what equals the defaults."""
     ours, wanted = common_config(SPARSE | more), LlamaConfig(**SPARSE, **more)
-    names = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "tie_embeddings": "tie_word_embeddings",
-             "attention_bias": "attention_bias", "attention_output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(wanted, names[name]) for name in names}
-    rope = wanted.rope_parameters
-    assert (ours.rope.theta, ours.rope.kind) == (rope["rope_theta"], rope["rope_type"])
-    assert dict(ours.rope.scaling) == {key: rope[key] for key in ("factor",) if key in rope}
+    [layer] = set(ours.layers)
+    spec, rope = layer.mixer, wanted.rope_parameters
+    assert (spec.num_kv_heads, spec.head_dim) == (wanted.num_key_value_heads, wanted.head_dim)
+    assert (ours.tie_embeddings, layer.mlp.bias) == (wanted.tie_word_embeddings, wanted.mlp_bias)
+    assert (spec.bias, spec.output_bias) == (wanted.attention_bias, wanted.attention_bias)
+    assert spec.rope is not None and (spec.rope.theta, spec.rope.kind) == (rope["rope_theta"], rope["rope_type"])
+    assert dict(spec.rope.scaling) == {key: rope[key] for key in ("factor",) if key in rope}
 
 
 def test_the_default_epsilon_is_that_of_transformers() -> None:
-    assert common_config(SPARSE).norm_eps == LlamaConfig(**SPARSE).rms_norm_eps
+    assert common_config(SPARSE).norm.eps == LlamaConfig(**SPARSE).rms_norm_eps
 
 
 @pytest.mark.parametrize(("key", "value"), [

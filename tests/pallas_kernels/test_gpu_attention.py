@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.models.attention import make_metadata
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import ModelConfig, uniform_layers
+from jaxpaged.models.metadata import make_metadata
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import paged_attention, reference, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
@@ -343,31 +343,29 @@ def test_the_work_list_of_a_prompt_of_a_million_tokens() -> None:
     assert len(items) <= sizes.num_items and items[:, 6].max() < sizes.num_partials
 
 
-CONFIG = ModelConfig("test", num_layers=2, model_dim=32, num_heads=6, num_kv_heads=2, head_dim=16, mlp_dim=48,
-                     vocab_size=64, max_model_len=128)
-
-
-SPECIAL = CONFIG.replace(windows=(24, None), attention_softcap=5.0, attention_sinks=True, attention_scale=0.3)
+CONFIG = ModelConfig("test", model_dim=32, vocab_size=64, max_model_len=128,
+                     layers=uniform_layers(2, heads=6, kv_heads=2, head_dim=16, mlp_dim=48))
+SPECIAL = CONFIG.with_attention(softcap=5.0, sinks=True, scale=0.3).with_windows((24, None))
 
 
 @pytest.mark.parametrize(("config", "page_dtype"), [
     (CONFIG, jnp.float32), (SPECIAL, jnp.int8),
-    *slow((SPECIAL, jnp.float32), (CONFIG.replace(alibi=True), jnp.float32), (CONFIG, jnp.int8),
+    *slow((SPECIAL, jnp.float32), (CONFIG.with_attention(alibi=True, rope=None), jnp.float32), (CONFIG, jnp.int8),
           (CONFIG, jnp.float8_e4m3fn)),
 ])
 def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_dtype: Any) -> None:
     """XLA's path, and the kernel in the place that it has on a GPU; a prompt in two pieces, then a token."""
     module = Transformer(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
-    if config.attention_sinks:
-        for layer in module.layers:
-            layer.attn.sinks = nnx.Param(jnp.linspace(-1, 2, config.num_heads))
+    for layer, spec in zip(module.layers, config.attention, strict=True):
+        if spec.sinks:
+            layer.attn.sinks = nnx.Param(jnp.linspace(-1, 2, spec.num_heads))
     cache = KVCacheSpec.of(config, 16, jnp.dtype(page_dtype))
     table = jnp.array([[3, 1, 7, 5], [2, 4, 6, 8], [0] * 4], jnp.int32)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, 48))
 
     @partial(jax.jit, static_argnames="target", compiler_options=QUICKLY_COMPILED)
     def step(pools: Any, slot: jax.Array, position: jax.Array, target: GpuTarget | None) -> tuple[jax.Array, Any]:
-        meta = make_metadata(slot, position, table, config, 16, target=target, dtype=jnp.dtype(jnp.float32),
+        meta = make_metadata(slot, position, table[None], config, 16, target=target, dtype=jnp.dtype(jnp.float32),
                              cache_dtype=jnp.dtype(page_dtype))
         logits: jax.Array
         logits, pools = module(ids[position], jnp.arange(slot.size), pools, meta)

@@ -1,0 +1,72 @@
+"""Layers that keep the same tokens form a group; all groups take their memory from one pool of equal units.
+
+The pool is `num_strips` arrays; unit u is entry u of each of them. A layer uses one strip. A group of as many layers as
+there are strips spends one unit per block, a group of n layers ceil(n / strips): its block is a bundle of units. With
+one group there is a strip per layer, and a block is a unit.
+
+    Gemma 3 27B: 10 full layers, 52 with a window -> 10 strips; a block of the full group is 1 unit, of the other 6.
+    gpt-oss: 12 and 12 -> 12 strips, 1 unit and 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that keep the same tokens.
+
+    Attributes:
+        window: tokens that a token sees, itself included; None: all.
+        width: units of one block.
+    """
+
+    window: int | None = None
+    width: int = 1
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        """Index of the first block that the token at `position` sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0) // block_size
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where the keys and values of each layer lie.
+
+    Attributes:
+        groups: the group that keeps everything first, then by window.
+        num_strips: arrays of the pool.
+        strips: the strip of each layer.
+        units: of each layer, which of all groups' units: the row of the block tables that it reads.
+    """
+
+    groups: tuple[KVGroup, ...]
+    num_strips: int
+    strips: tuple[int, ...]
+    units: tuple[int, ...]
+
+    @property
+    def column_units(self) -> int:
+        """Units of one block in every group: rows of the block tables."""
+        return sum(group.width for group in self.groups)
+
+
+def make_layout(windows: Sequence[int | None]) -> KVLayout:
+    """The layout for layers with these windows.
+
+    There are as many strips as layers that keep everything, since those are what grows; without any, as many as layers
+    of the commonest window.
+    """
+    kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
+    counts = [windows.count(kind) for kind in kinds]
+    num_strips = counts[0] if kinds[0] is None else max(counts)
+    groups = tuple(KVGroup(kind, -(-count // num_strips)) for kind, count in zip(kinds, counts, strict=True))
+    first_unit = {kind: sum(group.width for group in groups[:index]) for index, kind in enumerate(kinds)}
+    seen = dict.fromkeys(kinds, 0)
+    strips, units = [], []
+    for window in windows:
+        rank = seen[window]
+        seen[window] += 1
+        strips.append(rank % num_strips)
+        units.append(first_unit[window] + rank // num_strips)
+    return KVLayout(groups, num_strips, tuple(strips), tuple(units))
