@@ -15,7 +15,8 @@ from jaxpaged.core.compatibility import OLD_FLAGS
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.core.flags import Parser, add_flags, flag_of, new_parser, parse_flags, settle_model
-from jaxpaged.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from jaxpaged.server.parsers.reasoning import REASONING_PARSERS
+from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS
 
 
 def _flag(default: Any, help: str, *, group: str = "server", show: bool = True, **more: Any) -> Any:

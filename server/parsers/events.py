@@ -1,8 +1,8 @@
-"""What a parser finds in a model's text, and the loop that feeds parsers.
+"""The events that parsers find in a model's text, and the loop that feeds the parsers.
 
-A parser is a generator that takes one character at each `yield` and hands events to `emit`. At the end of the text
-`EndOfText` is raised inside it, so that it can release what it still holds back. Reading character by character makes
-the result independent of how the text was cut into pieces.
+A parser is a generator: each `yield` returns one character, and events go to `emit`. At the end of the text `EndOfText`
+is raised inside it, so that it can release what it still holds back. Reading character by character makes the result
+independent of how the text was split into chunks.
 """
 
 from collections.abc import Callable, Generator
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words of the answer."""
+    """Content of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Words of the reasoning before the answer."""
+    """Reasoning that precedes the answer."""
 
     text: str
 
@@ -39,49 +39,49 @@ class CallArguments:
 
 Event = Text | Reasoning | CallStart | CallArguments
 Emit = Callable[[Event], None]
-Steps = Generator[None, str, None]  # one parser at work
-Read = Generator[None, str, str]  # a part of one, which returns what it has read
-Grammar = Callable[[Emit], Steps]
+Parsing = Generator[None, str, None]  # a running parser
+Read = Generator[None, str, str]  # a part of one, which returns what it read
+ParseFunction = Callable[[Emit], Parsing]
 
 SPACE = " \t\r\n"
 
 
 class EndOfText(Exception):
-    """Raised inside a parser once nothing more comes."""
+    """Raised inside a parser at the end of the text."""
 
 
-class Parser:
-    """Feeds one grammar with a text that comes in pieces."""
+class StreamParser:
+    """Feeds a text that arrives in chunks to one parser."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        self._news: list[Event] = []
-        self._steps = grammar(self._news.append)
-        next(self._steps)
+    def __init__(self, parse: ParseFunction) -> None:
+        self._events: list[Event] = []
+        self._parsing = parse(self._events.append)
+        next(self._parsing)
 
-    def add(self, text: str) -> list[Event]:
-        """What more text leads to."""
+    def add_text(self, text: str) -> list[Event]:
+        """The events of the next chunk of text."""
         for char in text:
-            self._steps.send(char)
-        return self._take()
+            self._parsing.send(char)
+        return self._take_events()
 
     def finish(self) -> list[Event]:
-        """What the end leads to; nothing may be added afterwards."""
+        """The events of the end of the text."""
         try:
-            self._steps.throw(EndOfText)
+            self._parsing.throw(EndOfText)
         except EndOfText:
             pass
         else:
-            raise AssertionError("a grammar goes on after the end of the text")
-        return self._take()
+            raise AssertionError("a parser continues after the end of the text")
+        return self._take_events()
 
-    def _take(self) -> list[Event]:
-        news = merged(self._news)
-        self._news.clear()
-        return news
+    def _take_events(self) -> list[Event]:
+        events = merge_events(self._events)
+        self._events.clear()
+        return events
 
 
-def merged(events: list[Event]) -> list[Event]:
-    """Neighbours of one kind as one; calls stay apart."""
+def merge_events(events: list[Event]) -> list[Event]:
+    """Join adjacent events of one kind; calls stay separate."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None
@@ -93,16 +93,16 @@ def merged(events: list[Event]) -> list[Event]:
     return result
 
 
-class Words:
-    """Emits text, except white space that only stands around calls."""
+class TextEmitter:
+    """Emits text, but drops white space that only surrounds calls."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._held: str | None = ""  # None once there are words
+        self._held: str | None = ""  # white space; None after other text
         self._after_call = False
 
-    def add(self, text: str) -> None:
-        """Take words."""
+    def add_text(self, text: str) -> None:
+        """Emit text, or hold it back while it is white space."""
         if self._held is not None:
             text = self._held + text
             self._held = text
@@ -111,22 +111,22 @@ class Words:
             self._held = None
         self._emit(Text(text))
 
-    def call(self) -> None:
-        """Note that a call has been read."""
+    def end_call(self) -> None:
+        """Note the end of a call."""
         self._held, self._after_call = "", True
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Note the end of the text."""
         if self._held and not self._after_call:
             self._emit(Text(self._held))
 
 
-def until(tags: tuple[str, ...], release: Callable[[str], None], *, space: bool = False, held: str = "") -> Read:
-    """Release text up to a tag, holding back only what may be the beginning of one; return the tag.
+def read_until(tags: tuple[str, ...], release: Callable[[str], None], *, space: bool = False, held: str = "") -> Read:
+    """Release text up to a tag, holding back only what may be the start of one; return the tag.
 
     Args:
         space: white space right before a tag belongs to it.
-        held: text that has been read already.
+        held: text already read.
     """
     try:
         while (found := held.lstrip() if space else held) not in tags:
@@ -141,14 +141,14 @@ def until(tags: tuple[str, ...], release: Callable[[str], None], *, space: bool 
     return found
 
 
-def solid() -> Read:
+def read_non_space() -> Read:
     """Drop white space, and return the first other character."""
     while (char := (yield)) in SPACE:
         pass
     return char
 
 
-def everything(release: Callable[[str], None]) -> Steps:
-    """Release all that still comes."""
+def pass_through(release: Callable[[str], None]) -> Parsing:
+    """Release the rest of the text."""
     while True:
         release((yield))

@@ -1,78 +1,88 @@
-"""Tool calls written as JSON objects, `{"name": ..., "arguments": {...}}`, passed on while they are being written."""
+"""Tool calls written as JSON objects, `{"name": ..., "arguments": {...}}`, emitted while the model writes them."""
 
 import json
 from collections.abc import Callable, Generator
 
-from jaxpaged.server.parsers.events import SPACE, CallArguments, CallStart, Emit, EndOfText, Read, Steps, Words, solid
+from jaxpaged.server.parsers.events import (
+    SPACE,
+    CallArguments,
+    CallStart,
+    Emit,
+    EndOfText,
+    Parsing,
+    Read,
+    TextEmitter,
+    read_non_space,
+)
 
 MAX_NAME_CHARS = 256
 _ARGUMENTS = ("arguments", "parameters")
 
 
 class NotACallError(Exception):
-    """The text is something else; nothing of it has been passed on."""
+    """The text is not a call; none of it was emitted."""
 
 
 class JsonCall:
-    """Reads one call.
+    """Parses one call.
 
     Args:
         arguments_needed: an object without arguments is not a call; otherwise it is a call without any.
 
     Attributes:
-        taken: the characters read so far, for a caller who finds that they are no call.
-        begun: whether anything has been passed on.
+        consumed: the characters read so far, to be emitted as text if they turn out not to be a call.
+        started: whether anything was emitted.
     """
 
     def __init__(self, emit: Emit, *, arguments_needed: bool = False) -> None:
-        self.taken: list[str] = []
-        self.begun = False
+        self.consumed: list[str] = []
+        self.started = False
         self._emit = emit
         self._arguments_needed = arguments_needed
         self._name: str | None = None
-        self._early: list[str] | None = None  # arguments that came before the name
+        self._early: list[str] | None = None  # arguments that precede the name
 
-    def read(self, first: str = "") -> Steps:
+    def read_object(self, first: str = "") -> Parsing:
         """Read an object to its closing brace.
 
         Args:
             first: its opening brace, if the caller has read that already.
 
         Raises:
-            NotACallError: it is none.
+            NotACallError: it is not a call.
         """
-        self.taken += first
+        self.consumed += first
         try:
-            _expect((first or (yield from self._solid())) == "{")
-            char = yield from self._solid()
+            _expect((first or (yield from self._next_non_space())) == "{")
+            char = yield from self._next_non_space()
             while char != "}":
                 key = yield from self._string(char)
-                _expect((yield from self._solid()) == ":")
-                char = yield from self._member(key, (yield from self._solid()))
+                _expect((yield from self._next_non_space()) == ":")
+                char = yield from self._member(key, (yield from self._next_non_space()))
                 _expect(char in ",}")
                 if char == ",":
-                    char = yield from self._solid()
-            _expect(self.begun or (self._name is not None and not (self._arguments_needed and self._early is None)))
+                    char = yield from self._next_non_space()
+            _expect(self.started or (self._name is not None and not (self._arguments_needed and self._early is None)))
         except NotACallError:
-            if not self.begun:
+            if not self.started:
                 raise
-            return  # what was passed on stays
-        if not self.begun:
-            self._begin()
-            self._pass_on("".join(self._early or ["{}"]))
+            return  # what was emitted stays
+        if not self.started:
+            self._start()
+            self._emit_arguments("".join(self._early or ["{}"]))
 
-    def arguments(self, name: str, char: str) -> Steps:
-        """Read an object of arguments alone, whose opening brace is `char`, for a call of this name."""
+    def read_arguments(self, name: str, char: str) -> Parsing:
+        """Read a bare object of arguments, whose opening brace is `char`, for a call of this name."""
         self._name = name
-        self._begin()
-        yield from self._nested(char, self._pass_on)
+        self._start()
+        yield from self._nested(char, self._emit_arguments)
 
     def _member(self, key: str, char: str) -> Read:
-        """Read a value, and return the first character behind it that is not white space."""
+        """Read a value, and return the first character after it that is not white space."""
         if key == "name" and self._name is None:
             self._name = yield from self._string(char)
             _expect(0 < len(self._name) <= MAX_NAME_CHARS)
-        elif key in _ARGUMENTS and not self.begun and self._early is None:
+        elif key in _ARGUMENTS and not self.started and self._early is None:
             return (yield from self._arguments_value(char))
         elif char == '"':
             yield from self._string(char)
@@ -80,130 +90,130 @@ class JsonCall:
             yield from self._nested(char, lambda text: None)
         else:
             return (yield from self._scalar(char))[1]
-        return (yield from self._solid())
+        return (yield from self._next_non_space())
 
     def _arguments_value(self, char: str) -> Read:
-        behind = ""
+        after = ""
         if char == "{":
             if self._name is None:
                 self._early = []
             else:
-                self._begin()
-            yield from self._nested(char, self._pass_on)
+                self._start()
+            yield from self._nested(char, self._emit_arguments)
         else:
             if char == '"':  # JSON inside a string
                 text = (yield from self._string(char)).strip()
             else:
-                text, behind = yield from self._scalar(char)
+                text, after = yield from self._scalar(char)
                 _expect(text == "null")
                 text = ""
             self._early = [text or "{}"]
             if self._name is not None:
-                self._begin()
-                self._pass_on(text or "{}")
-        return behind or (yield from self._solid())
+                self._start()
+                self._emit_arguments(text or "{}")
+        return after or (yield from self._next_non_space())
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         assert self._name is not None
-        self.begun = True
+        self.started = True
         self._emit(CallStart(self._name))
 
-    def _pass_on(self, text: str) -> None:
-        if self.begun:
+    def _emit_arguments(self, text: str) -> None:
+        if self.started:
             self._emit(CallArguments(text))
         else:
             assert self._early is not None
             self._early.append(text)
 
-    def _next(self) -> Read:
+    def _next_char(self) -> Read:
         char = yield
-        if not self.begun:
-            self.taken.append(char)
+        if not self.started:
+            self.consumed.append(char)
         return char
 
-    def _solid(self) -> Read:
+    def _next_non_space(self) -> Read:
         """The next character that is not white space."""
-        while (char := (yield from self._next())) in SPACE:
+        while (char := (yield from self._next_char())) in SPACE:
             pass
         return char
 
     def _string(self, char: str) -> Read:
         _expect(char == '"')
         raw = [char]
-        while (char := (yield from self._next())) != '"':
+        while (char := (yield from self._next_char())) != '"':
             raw.append(char)
             if char == "\\":
-                raw.append((yield from self._next()))
+                raw.append((yield from self._next_char()))
         try:
             return str(json.loads("".join(raw) + '"', strict=False))
         except ValueError:
             raise NotACallError from None
 
-    def _nested(self, char: str, release: Callable[[str], None]) -> Steps:
-        """An object or array, released as it stands; brackets are matched, all else is the model's affair."""
+    def _nested(self, char: str, release: Callable[[str], None]) -> Parsing:
+        """Release an object or array as it is. Brackets are matched; nothing else is checked."""
         release(char)
         depth = 1
         while depth:
-            char = yield from self._next()
+            char = yield from self._next_char()
             release(char)
             depth += (char in "{[") - (char in "}]")
             if char == '"':
-                while (char := (yield from self._next())) != '"':
+                while (char := (yield from self._next_char())) != '"':
                     release(char)
                     if char == "\\":
-                        release((yield from self._next()))
+                        release((yield from self._next_char()))
                 release(char)
 
     def _scalar(self, char: str) -> Generator[None, str, tuple[str, str]]:
-        """A number or word, and the first character behind it that is not white space."""
+        """A number or word, and the first character after it that is not white space."""
         text = ""
         while char not in ",}" and char not in SPACE:
             text += char
             _expect(len(text) < 64)
-            char = yield from self._next()
+            char = yield from self._next_char()
         try:
             json.loads(text)
         except ValueError:
             raise NotACallError from None
-        return text, char if char not in SPACE else (yield from self._solid())
+        return text, char if char not in SPACE else (yield from self._next_non_space())
 
 
-def one_call(emit: Emit, words: Words, before: str, first: str = "", *,
+def read_call(emit: Emit, text: TextEmitter, before: str, first: str = "", *,
              arguments_needed: bool = False) -> Generator[None, str, bool]:
-    """Read one call; what is none goes to `words`.
+    """Read one call; what is not a call is emitted as text.
 
     Args:
-        before: what has been held back in front of it.
-        first: see `JsonCall.read`.
+        before: text that precedes it and is held back.
+        first: see `JsonCall.read_object`.
 
     Returns:
         Whether it was a call.
     """
     call = JsonCall(emit, arguments_needed=arguments_needed)
     try:
-        yield from call.read(first)
+        yield from call.read_object(first)
     except (NotACallError, EndOfText) as error:
-        if not call.begun:
-            words.add(before + "".join(call.taken))
+        if not call.started:
+            text.add_text(before + "".join(call.consumed))
         if isinstance(error, EndOfText):
             raise
         return False
-    words.call()
+    text.end_call()
     return True
 
 
-def calls_in_brackets(emit: Emit, words: Words, before: str) -> Steps:
-    """Read `{...}, {...}]` behind an opening bracket, a call each.
+def read_call_list(emit: Emit, text: TextEmitter, before: str) -> Parsing:
+    """Read `{...}, {...}]` after an opening bracket, a call each.
 
     Args:
-        before: what has been held back in front of the first, bracket included.
+        before: text that precedes the first and is held back, bracket included.
     """
-    while (yield from one_call(emit, words, before)):
+    while (yield from read_call(emit, text, before)):
         before = ""
-        char = yield from solid()
+        char = yield from read_non_space()
         if char != ",":
             if char != "]":
-                words.add(char)
+                text.add_text(char)
             return
 
 

@@ -1,32 +1,32 @@
-"""From a choice's text to the parts of a chat answer: reasoning, words, tool calls."""
+"""Splits a choice's text into the parts of a chat answer: reasoning, content, tool calls."""
 
 import secrets
 import string
 from collections.abc import Iterable
 from typing import Any
 
-from jaxpaged.server.parsers.events import CallArguments, CallStart, Event, Grammar, Parser, Reasoning, Text
+from jaxpaged.server.parsers.events import CallArguments, CallStart, Event, ParseFunction, Reasoning, StreamParser, Text
 
-_LETTERS = string.ascii_letters + string.digits
+_ID_CHARS = string.ascii_letters + string.digits
 
 
-class ChoiceReader:
-    """Reads one choice as its text comes.
+class ChoiceParser:
+    """Parses the text of one choice as it is generated.
 
     Args:
-        reasoning: tells reasoning from the answer; None where there is none.
-        tools: finds calls in the answer; None where there are none.
+        reasoning: separates reasoning from the answer; None for models without.
+        tools: finds calls in the answer; None without tools.
         show_reasoning: whether the client wants it.
         one_call: drop all calls but the first.
 
     Attributes:
-        called: whether a call has begun.
+        called: whether there is a call.
     """
 
-    def __init__(self, reasoning: Grammar | None, tools: Grammar | None, *, show_reasoning: bool = True,
+    def __init__(self, reasoning: ParseFunction | None, tools: ParseFunction | None, *, show_reasoning: bool = True,
                  one_call: bool = False) -> None:
-        self._reasoning = Parser(reasoning) if reasoning else None
-        self._tools = Parser(tools) if tools else None
+        self._reasoning = StreamParser(reasoning) if reasoning else None
+        self._tools = StreamParser(tools) if tools else None
         self._show_reasoning, self._one_call = show_reasoning, one_call
         self._num_calls = 0
 
@@ -34,15 +34,15 @@ class ChoiceReader:
     def called(self) -> bool:
         return self._num_calls > 0
 
-    def add(self, text: str, last: bool) -> list[dict[str, Any]]:
-        """The deltas of a streamed answer that more text leads to; `last` where nothing follows."""
+    def add_text(self, text: str, last: bool) -> list[dict[str, Any]]:
+        """The deltas of a streamed answer for the next text; `last` if nothing follows."""
         events: list[Event] = [Text(text)] if text else []
         if self._reasoning is not None:
-            events = self._reasoning.add(text) + (self._reasoning.finish() if last else [])
+            events = self._reasoning.add_text(text) + (self._reasoning.finish() if last else [])
         if self._tools is not None:
             found: list[Event] = []
             for event in events:
-                found += self._tools.add(event.text) if isinstance(event, Text) else [event]
+                found += self._tools.add_text(event.text) if isinstance(event, Text) else [event]
             events = found + (self._tools.finish() if last else [])
         return [delta for event in events if (delta := self._delta(event)) is not None]
 
@@ -50,7 +50,7 @@ class ChoiceReader:
         if isinstance(event, Text):
             return {"content": event.text} if event.text else None
         if isinstance(event, Reasoning):
-            # the older name and the newer one: clients know either
+            # the old name and the new one; clients read either
             return ({"reasoning_content": event.text, "reasoning": event.text}
                     if event.text and self._show_reasoning else None)
         if isinstance(event, CallStart):
@@ -65,7 +65,7 @@ class ChoiceReader:
 
 
 def join_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message that these deltas make up; content is null where there are calls alone."""
+    """The message that these deltas add up to; content is null if there are only calls."""
     content, reasoning = "", ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
@@ -83,5 +83,5 @@ def join_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _call_id() -> str:
-    """Nine letters and digits: what Mistral's templates ask of an id; others take any."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+    """Nine letters and digits, as Mistral's templates require; other models accept any id."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))

@@ -1,4 +1,4 @@
-"""What a chat request says about tools, and what follows from it for the prompt, the sampling and the answer."""
+"""The tools of a chat request, and what they mean for the prompt, the sampling and the answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,10 @@ from typing import Any
 
 from jaxpaged.core.errors import RequestError
 from jaxpaged.core.limits import LIMITS, Limits, check_at_most
-from jaxpaged.server.parsers.chosen import named_call, required_calls
-from jaxpaged.server.parsers.events import Grammar
-from jaxpaged.server.parsers.registry import TOOL_PARSERS
+from jaxpaged.server.parsers.events import ParseFunction
+from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS, named_call, required_calls
 
-_DEFINITIONS = ("$defs", "definitions")  # of schemas, which references point to
+_DEFINITIONS = ("$defs", "definitions")  # where references in a schema point to
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +17,15 @@ class ToolUse:
     """How one request uses tools.
 
     Attributes:
-        tools: for the template, in OpenAI's form; None where the model is to know of none.
-        grammar: finds calls in the answer; None where there are none to find.
-        schema: JSON schema that the answer is held to, for calls that the request demands.
-        finish_reason: of an answer that has calls and was not cut off.
+        tools: for the template, in OpenAI's format; None to hide them from the model.
+        parse: finds calls in the answer; None if there can be none.
+        schema: JSON schema of the answer, for calls that the request requires.
+        finish_reason: of a complete answer with calls.
         one_call: drop all calls but the first.
     """
 
     tools: list[dict[str, Any]] | None = None
-    grammar: Grammar | None = None
+    parse: ParseFunction | None = None
     schema: dict[str, Any] | None = None
     finish_reason: str = "tool_calls"
     one_call: bool = False
@@ -34,12 +33,10 @@ class ToolUse:
 
 def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool | None,
                  parser: str | None, limits: Limits = LIMITS) -> ToolUse:
-    """Settle `tools`, `tool_choice` and `parallel_tool_calls`.
-
-    With tool_choice none the model is not told of the tools.
+    """Resolve `tools`, `tool_choice` and `parallel_tool_calls`. With tool_choice none the prompt has no tools.
 
     Args:
-        parser: how the model writes calls of its own accord; None where the server was not told.
+        parser: format of the model's own calls; None without --enable-auto-tool-choice.
 
     Raises:
         RequestError: names the field.
@@ -69,13 +66,13 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
 
 
 def check_tools(tools: Sequence[object] | None, limits: Limits = LIMITS) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form, without what is null.
+    """Tools in OpenAI's format, without null entries.
 
     Raises:
-        RequestError: they are not in that form, or too many.
+        RequestError: they have another format, or are too many.
     """
     check_at_most("tools", "tools", len(tools or ()), limits.max_tools)
-    known = [_check_tool(f"tools[{place}]", tool, limits) for place, tool in enumerate(tools or ())]
+    known = [_check_tool(f"tools[{index}]", tool, limits) for index, tool in enumerate(tools or ())]
     if len({tool["function"]["name"] for tool in known}) < len(known):
         raise RequestError("two tools have the same name", param="tools")
     return known
@@ -96,7 +93,7 @@ def _check_tool(where: str, tool: object, limits: Limits) -> dict[str, Any]:
         raise RequestError(f"{where} must be an object of type function with a function", param="tools")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.function.name must be a text that is not empty", param="tools")
+        raise RequestError(f"{where}.function.name must be a non-empty string", param="tools")
     check_at_most("tools", "characters in a name", len(name), limits.max_tool_name_chars)
     for key, kinds in (("description", str), ("parameters", Mapping)):
         if function.get(key) is not None and not isinstance(function[key], kinds):
@@ -106,7 +103,7 @@ def _check_tool(where: str, tool: object, limits: Limits) -> dict[str, Any]:
 
 
 def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a function's arguments, which are an object also where its parameters do not say so."""
+    """Schema of a function's arguments, which are an object even if its parameters do not say so."""
     schema = {"type": "object", **(tool["function"].get("parameters") or {})}
     for key in _DEFINITIONS:
         if not isinstance(schema.get(key) or {}, Mapping):
@@ -115,7 +112,7 @@ def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls_schema(tools: Sequence[Mapping[str, Any]], one: bool) -> dict[str, Any]:
-    """Of a list of calls; definitions move to the top, where references look for them."""
+    """Schema of a list of calls; definitions move to the top level, where references point to."""
     definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
     calls = []
     for tool in tools:

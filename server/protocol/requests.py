@@ -220,7 +220,7 @@ class ChatCompletionRequest(_Request):
                 raise RequestError("tool_choice and a form for the answer exclude each other; leave one out",
                                    param="tool_choice")
             params = replace(params, structured_outputs=StructuredOutputsParams(json=use.schema))
-        elif use.grammar is not None and self.skip_special_tokens is None:
+        elif use.parse is not None and self.skip_special_tokens is None:
             params = replace(params, skip_special_tokens=False)  # some models mark their calls with them
         return params
 

@@ -22,21 +22,21 @@ from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.server.args import ServerConfig
 from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.engine.output_stream import OutputStream
-from jaxpaged.server.parsers.registry import reasoning_grammar
+from jaxpaged.server.parsers.reasoning import make_reasoning_parser
 from jaxpaged.server.protocol.answer_shape import AnswerShape
 from jaxpaged.server.protocol.body import Body, BodyReader
-from jaxpaged.server.protocol.chat_answer import ChoiceReader
+from jaxpaged.server.protocol.chat_answer import ChoiceParser
 from jaxpaged.server.protocol.chat_tools import choose_tools
 from jaxpaged.server.protocol.error_answers import BodyTimeoutError, to_json
 from jaxpaged.server.protocol.logprob_shapes import LogprobShape
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest, template_options
 from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect, read_body
 from jaxpaged.server.protocol.structure import structure_field
-from jaxpaged.server.routes.calls import Call, MakeReader
 from jaxpaged.server.routes.echo import Echo
 from jaxpaged.server.routes.embedding_route import EmbeddingRequest, embedding_answer
 from jaxpaged.server.routes.engine_state import engine_state
 from jaxpaged.server.routes.page import page_response
+from jaxpaged.server.routes.pending_completion import MakeParser, PendingCompletion
 from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest, TokenRoutes
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -171,12 +171,12 @@ class Api:
         # An answer that is held to a form has no room for reasoning.
         reasons = config.reasoning_parser if params.structured_outputs is None else None
 
-        def make_reader(prepared: ProcessedRequest) -> ChoiceReader:
-            return ChoiceReader(reasoning_grammar(reasons, prepared.prompt or "") if reasons else None, use.grammar,
+        def make_parser(prepared: ProcessedRequest) -> ChoiceParser:
+            return ChoiceParser(make_reasoning_parser(reasons, prepared.prompt or "") if reasons else None, use.parse,
                                 show_reasoning=body.include_reasoning is not False, one_call=use.one_call)
 
         return await self._answer(request, body, params, [body.messages], prepare, use.finish_reason,
-                                  make_reader if reasons or use.grammar else None)
+                                  make_parser if reasons or use.parse else None)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or a chat."""
@@ -216,7 +216,7 @@ class Api:
 
     async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
                       prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest],
-                      finish_reason: str = "stop", make_reader: MakeReader | None = None) -> Response:
+                      finish_reason: str = "stop", make_parser: MakeParser | None = None) -> Response:
         self._check_serving()  # once more: reading the body may have taken its time
         ordinal = uuid.uuid4().hex
         stream = self._client.admit(len(prompts) * params.num_sequences,
@@ -243,14 +243,14 @@ class Api:
                     token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params),
                     prompt_logprobs=body.prompt_logprobs is not None)
                 echo = Echo(self._tokenizer, logprobs=params.logprobs is not None) if body.echoes else None
-                call = Call(stream, requests, params.n, shape, make_reader=make_reader, finish_reason=finish_reason,
-                            echo=echo)
+                pending = PendingCompletion(stream, requests, params.n, shape, make_parser=make_parser,
+                                            finish_reason=finish_reason, echo=echo)
                 if not body.stream:
-                    return await call.whole()
+                    return await pending.whole()
         except BaseException:  # a cancelled call, too, must leave nothing running; the handlers below answer the rest
             self._client.close(stream)
             raise
-        events = call.events(self.config.stream_keep_alive or None, body.include_usage, body.continuous_usage)
+        events = pending.events(self.config.stream_keep_alive or None, body.include_usage, body.continuous_usage)
         return EventStream(events, lambda: self._client.close(stream))
 
     async def _submit(self, stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in what models write: found the same however the text is cut into pieces."""
+"""Tool calls and reasoning in what models write: the result does not depend on how the text is split."""
 
 import json
 from typing import Any
@@ -7,11 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.server.parsers.chosen import named_call, required_calls
-from jaxpaged.server.parsers.events import CallArguments, CallStart, Grammar, Parser, Reasoning, Text, merged
-from jaxpaged.server.parsers.registry import TOOL_PARSERS, reasoning_grammar
+from jaxpaged.server.parsers.events import (
+    CallArguments,
+    CallStart,
+    ParseFunction,
+    Reasoning,
+    StreamParser,
+    Text,
+    merge_events,
+)
+from jaxpaged.server.parsers.reasoning import make_reasoning_parser
+from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS, named_call, required_calls
 
-# Letters that make tags, brackets and strings likely.
+# Characters that make tags, brackets and strings likely.
 noise = st.text(st.sampled_from('<>/[]{}"\\:,; \nabcdefglmnrtuo_|TOOLCALS'), max_size=30)
 TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", '{"name": "f", ',
         '"arguments": {', '"parameters": "', "}", "[", "]", "[ARGS]")
@@ -22,19 +30,20 @@ values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_si
 names = st.text(st.characters(categories=("L", "N"), include_characters="_-."), min_size=1, max_size=12)
 calls = st.lists(st.tuples(names, st.dictionaries(st.text(max_size=5), values, max_size=3)), max_size=3)
 words = st.text(st.characters(codec="utf-8", exclude_characters="<[{"), max_size=15)
-GRAMMARS: dict[str, Grammar] = {**TOOL_PARSERS, "required": required_calls, "named": named_call("f"),
-                                "r1": reasoning_grammar("deepseek_r1", ""), "qwen3": reasoning_grammar("qwen3", "")}
+PARSERS: dict[str, ParseFunction] = {**TOOL_PARSERS, "required": required_calls, "named": named_call("f"),
+                                     "r1": make_reasoning_parser("deepseek_r1", ""),
+                                     "qwen3": make_reasoning_parser("qwen3", "")}
 
 
-def parse(grammar: Grammar, *pieces: str) -> list[Any]:
-    parser = Parser(grammar)
-    events = [event for piece in pieces for event in parser.add(piece)]
-    return merged(events + parser.finish())
+def parse(function: ParseFunction, *chunks: str) -> list[Any]:
+    parser = StreamParser(function)
+    events = [event for chunk in chunks for event in parser.add_text(chunk)]
+    return merge_events(events + parser.finish())
 
 
-def cut(data: st.DataObject, text: str) -> list[str]:
-    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+def split(data: st.DataObject, text: str) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def content(events: list[Any]) -> str:
@@ -52,16 +61,16 @@ def found_calls(events: list[Any]) -> list[tuple[str, Any]]:
 
 
 @given(text=messy, data=st.data())
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_any_cut_of_any_text_gives_the_same(name: str, text: str, data: st.DataObject) -> None:
-    assert parse(GRAMMARS[name], *cut(data, text)) == parse(GRAMMARS[name], text)
+@pytest.mark.parametrize("name", PARSERS)
+def test_any_split_of_any_text_gives_the_same(name: str, text: str, data: st.DataObject) -> None:
+    assert parse(PARSERS[name], *split(data, text)) == parse(PARSERS[name], text)
 
 
 @given(text=messy.filter(lambda text: not any(tag in text for tag in (
     "<tool_call>", "[TOOL_CALLS]", "{", "<think>", "<|python_tag|>"))))
 @pytest.mark.parametrize("name", [*TOOL_PARSERS, "qwen3"])
 def test_a_text_without_calls_is_left_alone(name: str, text: str) -> None:
-    assert content(parse(GRAMMARS[name], text)) == text
+    assert content(parse(PARSERS[name], text)) == text
 
 
 def spelled(data: st.DataObject, name: str, arguments: Any, key: str) -> str:
@@ -79,7 +88,7 @@ def spelled(data: st.DataObject, name: str, arguments: Any, key: str) -> str:
 def test_hermes(before: str, calls: list[Any], between: str, after: str, data: st.DataObject) -> None:
     tagged = [f"<tool_call>\n{spelled(data, name, arguments, 'arguments')}\n"
               f"{data.draw(st.sampled_from(['</tool_call>', '']))}" for name, arguments in calls]
-    events = parse(GRAMMARS["hermes"], *cut(data, between.join([before, *tagged, after])))
+    events = parse(PARSERS["hermes"], *split(data, between.join([before, *tagged, after])))
     assert found_calls(events) == calls
     assert "".join(content(events).split()) == "".join((before + after).split())
 
@@ -87,7 +96,7 @@ def test_hermes(before: str, calls: list[Any], between: str, after: str, data: s
 @given(calls=calls.filter(bool), separator=st.sampled_from([";", " ; ", "\n"]), tag=st.booleans(), data=st.data())
 def test_llama3(calls: list[Any], separator: str, tag: bool, data: st.DataObject) -> None:
     text = separator.join(spelled(data, name, arguments, "parameters") for name, arguments in calls)
-    events = parse(GRAMMARS["llama3_json"], *cut(data, "<|python_tag|>" * tag + text))
+    events = parse(PARSERS["llama3_json"], *split(data, "<|python_tag|>" * tag + text))
     assert found_calls(events) == calls and not content(events)
 
 
@@ -97,19 +106,19 @@ def test_mistral(before: str, calls: list[Any], data: st.DataObject) -> None:
     mark = data.draw(st.sampled_from(["", "[ARGS]", "[CALL_ID]a1b2c3d4e[ARGS]"]))
     new = "".join(f"[TOOL_CALLS]{name}{mark}{json.dumps(arguments)}" for name, arguments in calls)
     for text in (old, new):
-        events = parse(GRAMMARS["mistral"], *cut(data, before + text))
+        events = parse(PARSERS["mistral"], *split(data, before + text))
         assert found_calls(events) == calls
         assert content(events) == before * bool(before.strip())
 
 
 @given(calls=calls.filter(bool), data=st.data())
-def test_demanded_calls(calls: list[Any], data: st.DataObject) -> None:
+def test_required_calls(calls: list[Any], data: st.DataObject) -> None:
     text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls],
                       indent=data.draw(st.sampled_from([None, 1])))
-    events = parse(required_calls, *cut(data, text))
+    events = parse(required_calls, *split(data, text))
     assert found_calls(events) == calls and not content(events)
     name, arguments = calls[0]
-    assert found_calls(parse(named_call(name), *cut(data, json.dumps(arguments)))) == [(name, arguments)]
+    assert found_calls(parse(named_call(name), *split(data, json.dumps(arguments)))) == [(name, arguments)]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), [
@@ -135,15 +144,15 @@ def test_demanded_calls(calls: list[Any], data: st.DataObject) -> None:
     ("qwen3", " <thin", [Text(" <thin")]), ("qwen3", "<think>a</think>b</think>", [Reasoning("a"), Text("b</think>")]),
 ])
 def test_cases(name: str, text: str, expected: list[Any]) -> None:
-    assert parse(GRAMMARS[name], text) == expected
+    assert parse(PARSERS[name], text) == expected
 
 
 def test_a_prompt_that_opens_the_reasoning() -> None:
-    assert parse(reasoning_grammar("qwen3", "...<think>\n"), "hm</think>Yes") == [Reasoning("hm"), Text("Yes")]
+    assert parse(make_reasoning_parser("qwen3", "...<think>\n"), "hm</think>Yes") == [Reasoning("hm"), Text("Yes")]
 
 
-def test_arguments_are_passed_on_while_they_are_written() -> None:
-    parser = Parser(GRAMMARS["hermes"])
-    assert parser.add('<tool_call>{"name": "f", "arguments": {"text": "a lon') == [
+def test_arguments_are_emitted_while_they_are_written() -> None:
+    parser = StreamParser(PARSERS["hermes"])
+    assert parser.add_text('<tool_call>{"name": "f", "arguments": {"text": "a lon') == [
         CallStart("f"), CallArguments('{"text": "a lon')]
-    assert parser.add("g story") == [CallArguments("g story")]
+    assert parser.add_text("g story") == [CallArguments("g story")]

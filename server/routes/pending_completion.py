@@ -1,4 +1,4 @@
-"""One call's outputs on their way from the engine into an answer."""
+"""Turns the outputs of one completion or chat into its answer, whole or streamed."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -10,61 +10,61 @@ from jaxpaged.core.outputs import CompletionOutput, RequestOutput
 from jaxpaged.frontend.input_processor import ProcessedRequest
 from jaxpaged.server.engine.output_stream import OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.protocol.answer_shape import AnswerShape, usage
-from jaxpaged.server.protocol.chat_answer import ChoiceReader, join_deltas
+from jaxpaged.server.protocol.chat_answer import ChoiceParser, join_deltas
 from jaxpaged.server.protocol.responses import json_response, server_error
 from jaxpaged.server.routes.echo import Echo
 
 _DONE = "data: [DONE]\n\n"
-_KEEP_ALIVE = ": keep-alive\n\n"  # a comment: readers of events pass over it
-MakeReader = Callable[[ProcessedRequest], ChoiceReader]
+_KEEP_ALIVE = ": keep-alive\n\n"  # an SSE comment, which clients ignore
+MakeParser = Callable[[ProcessedRequest], ChoiceParser]
 
 
-class Call:
-    """Choice `place * n + c` of the answer is choice c of the prompt at `place`.
+class PendingCompletion:
+    """An answer in the making. Choice `i * n + c` of the answer is choice c of prompt i.
 
     Args:
-        make_reader: for chats whose text holds tool calls or reasoning; called once for each choice.
-        finish_reason: of a choice that has calls and was not cut off.
-        echo: puts the prompts before the choices.
+        make_parser: for chats with tool calls or reasoning; called once for each choice.
+        finish_reason: of a complete choice with tool calls.
+        echo: prepends the prompts to the choices.
     """
 
     def __init__(self, stream: OutputStream, requests: Sequence[ProcessedRequest], n: int, shape: AnswerShape, *,
-                 make_reader: MakeReader | None = None, finish_reason: str = "tool_calls",
+                 make_parser: MakeParser | None = None, finish_reason: str = "tool_calls",
                  echo: Echo | None = None) -> None:
         self._stream, self._requests, self._n, self._shape = stream, requests, n, shape
         self._finish_reason = finish_reason
         self._echo = echo
-        self._readers = {} if make_reader is None else {
-            place * n + choice: make_reader(request)
-            for place, request in enumerate(requests) for choice in range(n)}
-        self._places = {request.request_id: place for place, request in enumerate(requests)}
+        self._parsers = {} if make_parser is None else {
+            index * n + choice: make_parser(request)
+            for index, request in enumerate(requests) for choice in range(n)}
+        self._prompt_index = {request.request_id: index for index, request in enumerate(requests)}
         self._cached = [0] * len(requests)
         self._completion_tokens = 0
 
     async def whole(self) -> Response:
-        """The answer in one piece."""
-        outputs = sorted(await self._stream.get_all(), key=lambda output: self._places[output.request_id])
+        """The answer as one JSON object."""
+        outputs = sorted(await self._stream.get_all(), key=lambda output: self._prompt_index[output.request_id])
         for output in outputs:
-            self._count(output)
+            self._count_tokens(output)
         if self._echo is not None:
-            outputs = [self._echo.add(output) for output in outputs]
-        if self._readers:
+            outputs = [self._echo.prepend_prompt(output) for output in outputs]
+        if self._parsers:
             messages: list[tuple[dict[str, Any], str | None]] = []
             for choice in (choice for output in outputs for choice in output.outputs):
-                reader = self._readers[len(messages)]
-                deltas = reader.add(choice.text, True)
-                messages.append((join_deltas(deltas), self._reason(reader, choice)))
+                parser = self._parsers[len(messages)]
+                deltas = parser.add_text(choice.text, True)
+                messages.append((join_deltas(deltas), self._finish_reason_of(parser, choice)))
             return json_response(self._shape.whole(outputs, self._usage(), messages))
         return json_response(self._shape.whole(outputs, self._usage()))
 
     async def events(self, keep_alive: float | None, include_usage: bool,
                      continuous_usage: bool = False) -> AsyncIterator[str]:
-        """The answer as server-sent events, some at a time; an error after the first is an event as well.
+        """The answer as server-sent events, several at a time; a late error is an event, too.
 
         Args:
-            keep_alive: seconds without an event after which a comment says that the answer goes on.
-            include_usage: end with a chunk of the usage.
-            continuous_usage: tell the usage so far in every chunk.
+            keep_alive: seconds without an event after which a keep-alive comment is sent; None for never.
+            include_usage: end with a chunk that reports the usage.
+            continuous_usage: report the usage so far in every chunk.
         """
         if keep_alive is not None:
             self._stream.wake_every(keep_alive)
@@ -95,31 +95,31 @@ class Call:
             yield f"data: {server_error(error).decode()}\n\n{_DONE}"
 
     def _add_events(self, events: list[str], output: RequestOutput, opened: set[int]) -> None:
-        self._count(output)
+        self._count_tokens(output)
         if self._echo is not None:
-            output = self._echo.add(output)
-        shape, first = self._shape, self._places[output.request_id] * self._n
+            output = self._echo.prepend_prompt(output)
+        shape, first = self._shape, self._prompt_index[output.request_id] * self._n
         for choice in output.outputs:
             index = first + choice.index
             if index not in opened:
                 opened.add(index)
                 events.append(shape.first_chunk(index, output.prompt_token_ids))
-            reader = self._readers.get(index)
+            parser = self._parsers.get(index)
             reason: str | None = choice.finish_reason
-            if reader is None:
+            if parser is None:
                 events.append(shape.text_chunk(index, choice))
             else:
-                deltas = reader.add(choice.text, reason is not None)
+                deltas = parser.add_text(choice.text, reason is not None)
                 events += shape.delta_chunks(index, deltas, choice)
-                reason = self._reason(reader, choice)
+                reason = self._finish_reason_of(parser, choice)
             if reason is not None:
                 events.append(shape.last_chunk(index, reason, choice.stop_reason))
 
-    def _reason(self, reader: ChoiceReader, choice: CompletionOutput) -> str | None:
-        return self._finish_reason if reader.called and choice.finish_reason == "stop" else choice.finish_reason
+    def _finish_reason_of(self, parser: ChoiceParser, choice: CompletionOutput) -> str | None:
+        return self._finish_reason if parser.called and choice.finish_reason == "stop" else choice.finish_reason
 
-    def _count(self, output: RequestOutput) -> None:
-        self._cached[self._places[output.request_id]] = output.num_cached_tokens
+    def _count_tokens(self, output: RequestOutput) -> None:
+        self._cached[self._prompt_index[output.request_id]] = output.num_cached_tokens
         for choice in output.outputs:
             self._completion_tokens += len(choice.token_ids)
 
