@@ -1,4 +1,4 @@
-"""`python -m jaxpaged.server [MODEL] [flags]`: read the flags, then serve until told to stop."""
+"""`python -m jaxpaged.server [MODEL] [flags]`: read the flags, then serve until stopped."""
 
 import sys
 from collections.abc import Sequence

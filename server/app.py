@@ -1,4 +1,4 @@
-"""The ASGI application: which route does what, and what an error becomes."""
+"""The ASGI application: its routes, and the answers to errors."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,7 +21,7 @@ from jaxpaged.server.routes.api import Api
 from jaxpaged.server.routes.embedding_route import EmbeddingRequest
 from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest
 
-_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
+_CLIENT_CLOSED_REQUEST = 499  # only for the access log
 
 
 def make_app(api: Api) -> FastAPI:
@@ -53,7 +53,7 @@ def make_app(api: Api) -> FastAPI:
     app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Gate, keys=api.config.api_key, longest_id=LIMITS.max_request_id_chars)
+    app.add_middleware(Gate, keys=api.config.api_key, max_id_chars=LIMITS.max_request_id_chars)
     # Outermost: a browser asks for permission before it sends the key.
     app.add_middleware(CORSMiddleware, allow_origins=list(api.config.allowed_origins), allow_methods=["*"],
                        allow_headers=["*"], expose_headers=["x-request-id"])
@@ -68,7 +68,7 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_server_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, EngineDeadError):  # of the body some may still be on its way
+    if isinstance(error, EngineDeadError):  # part of the body may still be in transit
         return json_response(server_error(error), 503, {"connection": "close"})
     return json_response(server_error(error), 500)
 
@@ -85,8 +85,8 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    # The traceback is in the log: starlette raises the error again after this answer.
-    return json_response(error_json("internal error; the server's log tells more", "internal_error"), 500)
+    # starlette raises the error again after this answer, which logs the traceback.
+    return json_response(error_json("internal error; see the server's log", "internal_error"), 500)
 
 
 _HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {

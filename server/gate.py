@@ -1,4 +1,4 @@
-"""What every request passes before its route: the key, and the id that goes back to the client."""
+"""Middleware before every route: checks the API key and echoes X-Request-Id."""
 
 import hashlib
 import hmac
@@ -15,12 +15,12 @@ class Gate:
     """ASGI middleware. With keys, every path but OPEN_ROUTES needs one, whether a route exists there or not.
 
     Args:
-        longest_id: in bytes; a longer one is not sent back.
+        max_id_chars: a longer X-Request-Id is not sent back.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], longest_id: int) -> None:
-        self._app, self._longest_id = app, longest_id
-        # digests have one length, so that comparing them tells nothing about a key's
+    def __init__(self, app: ASGIApp, keys: Iterable[str], max_id_chars: int) -> None:
+        self._app, self._max_id_chars = app, max_id_chars
+        # digests have equal lengths, so that comparing them leaks nothing about a key's length
         self._keys = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,14 +31,14 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = _header(scope, b"x-request-id")
-        if 0 < len(request_id) <= self._longest_id:
+        if 0 < len(request_id) <= self._max_id_chars:
             send = _echoing(send, request_id)
-        if self._keys and route_path(scope) not in OPEN_ROUTES and not self._holds_key(scope):
+        if self._keys and route_path(scope) not in OPEN_ROUTES and not self._has_valid_key(scope):
             await _refuse(send)
             return
         await self._app(scope, receive, send)
 
-    def _holds_key(self, scope: Scope) -> bool:
+    def _has_valid_key(self, scope: Scope) -> bool:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         given = _digest(key.strip())
         matches = [hmac.compare_digest(given, known) for known in self._keys]
@@ -46,7 +46,7 @@ class Gate:
 
 
 def route_path(scope: Scope) -> str:
-    """The path that routing looks at: without the prefix of a proxy, if it left that on."""
+    """The path used for routing, without the prefix of a proxy."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(root + "/") else path

@@ -1,4 +1,4 @@
-"""The HTTP parser: httptools where it is installed, with the limit on heads that it lacks; h11 otherwise."""
+"""The HTTP parser: httptools if installed, with the limit on head sizes that it lacks; h11 otherwise."""
 
 import asyncio
 from typing import Literal
@@ -9,7 +9,7 @@ from jaxpaged.server.protocol.error_answers import RETRY_AFTER_SECONDS, error_js
 
 
 def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"]:
-    """What uvicorn should use. h11 limits the size of a head itself, as uvicorn tells it to."""
+    """The protocol for uvicorn. h11 limits the size of a head itself."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -18,15 +18,15 @@ def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"
     class BoundedHead(HttpToolsProtocol):
         """Closes connections whose request line and headers exceed the limit, complete or not.
 
-        Too many connections get an error object, where uvicorn's own answer is plain text.
+        Too many connections get an OpenAI error object; uvicorn's own answer is plain text.
         """
 
-        _arrived = 0  # bytes since the last message's end
+        _arrived = 0  # bytes since the end of the last message
         _in_head = _too_long = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._most, self.limit_concurrency = self.config.limit_concurrency, None
+            self._max_connections, self.limit_concurrency = self.config.limit_concurrency, None
 
         def data_received(self, data: bytes) -> None:
             self._arrived += len(data)
@@ -43,9 +43,10 @@ def http_protocol(max_head_bytes: int) -> type[asyncio.Protocol] | Literal["h11"
             self._in_head = False
             if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > max_head_bytes:
                 self._too_long = True
-                raise ValueError("the head is too long")  # the parser stops, and uvicorn answers 400
+                raise ValueError("the head is too long")  # stops the parser; uvicorn answers 400
             self.app = self.config.loaded_app
-            if self._most is not None and max(len(self.connections), len(self.tasks)) >= self._most:
+            limit = self._max_connections
+            if limit is not None and max(len(self.connections), len(self.tasks)) >= limit:
                 self.app = _too_many_connections
                 self.logger.warning("refusing a request: %d connections are open", len(self.connections))
             super().on_headers_complete()

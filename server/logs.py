@@ -1,4 +1,4 @@
-"""How log lines look, in both processes."""
+"""Logging setup for both processes."""
 
 import logging
 import sys
@@ -8,7 +8,7 @@ def set_up_logging(uvicorn_level: str = "info") -> None:
     """Send log lines of jaxpaged and uvicorn to stderr.
 
     Args:
-        uvicorn_level: least level of the HTTP server's own lines; "trace" is more than "debug".
+        uvicorn_level: lowest level of the HTTP server's own lines; "trace" includes more than "debug".
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))

@@ -1,4 +1,4 @@
-"""The life of the server: start both processes, serve, and end without leaving anything behind."""
+"""The life cycle of the server: start both processes, serve, and end without leaving anything behind."""
 
 import asyncio
 import contextlib
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 # Long enough for a load balancer's health check to see the 503 before connections are refused.
 DEAD_ENGINE_GRACE_SECONDS = 10.0
 STATISTICS_SECONDS = 10.0
-CLOSE_SECONDS = 5  # for responses that are complete but not yet read, and for the engine to end
+CLOSE_SECONDS = 5  # for complete responses that are not yet read, and for the engine to end
 
 
 def serve(arguments: Arguments) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Returns:
-        0 after a signal; 1 after a failed start, told in one line, or if the engine has died.
+        0 after a signal; 1 after a failed start, reported in one line, or if the engine has died.
     """
     set_up_logging(arguments.server.uvicorn_log_level)
     for warning in arguments.warnings:
@@ -84,7 +84,7 @@ class _Server:
         try:
             await self._start()
             await self._serve()
-        except BaseException:  # an interrupt, too, must not leave the engine's process behind; `serve` tells the reason
+        except BaseException:  # interrupts included: the engine's process must end; `serve` reports the reason
             if self._client is not None:
                 self._client.kill()
             raise
@@ -96,14 +96,14 @@ class _Server:
         """Load everything; the engine process loads and compiles while this one reads the tokenizer."""
         config = self._engine_config
         logger.info("loading %s", config.model)
-        # Resolved once, here: two processes must not download the same files.
+        # Resolved here, once: two processes must not download the same files.
         path = await asyncio.to_thread(resolve_model, config.model, config.revision, config.download_dir)
         source = path
         if config.tokenizer is not None:
             source = await asyncio.to_thread(resolve_model, config.tokenizer, None, config.download_dir)
         self._client = EngineClient(dataclasses.replace(config, model=str(path)), timeout=self._config.engine_timeout,
                                     on_death=self._on_engine_death)
-        # The web framework is slow to import: the engine process begins before that.
+        # The web framework is slow to import, so the engine process starts first.
         from jaxpaged.server.routes.api import TOKENISE_THREADS, Api
 
         loading = asyncio.to_thread(load_tokenizer, source, chat_template=config.chat_template)
@@ -116,7 +116,7 @@ class _Server:
         self._grammars = GrammarProcesses(timeout=self._config.structured_outputs_timeout)
         inputs = InputProcessor(
             tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
-            kv_capacity=(info.num_blocks - 1) * info.block_size,  # one block holds nothing
+            kv_capacity=(info.num_blocks - 1) * info.block_size,  # without the null block
             max_n=config.max_n, max_logprobs=config.max_logprobs,
             eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids),
             takes_priorities=config.scheduling_policy == "priority", make_grammar=self._grammars.grammar)
@@ -154,11 +154,11 @@ class _Server:
 
     def _on_signal(self, number: int) -> None:
         if self._http is None or self._ending is not None:
-            # Still starting, or told a second time: at once, whatever the threads are busy with.
+            # Still starting, or the second signal: end at once, whatever the threads are doing.
             if self._client is not None:
                 self._client.kill()
             os._exit(0 if self._ending is None else 128 + number)
-        logger.info("stopping: running requests have %g s to finish", self._config.shutdown_timeout)
+        logger.info("shutting down: running requests have %g s to finish", self._config.shutdown_timeout)
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -171,7 +171,7 @@ class _Server:
     def _on_engine_death(self) -> None:
         self._exit_code = 1
         if self._ending is None:
-            logger.error("the engine is gone; ending in %g s", DEAD_ENGINE_GRACE_SECONDS)
+            logger.error("the engine has ended; exiting in %g s", DEAD_ENGINE_GRACE_SECONDS)
             self._ending = asyncio.create_task(self._end_later())
 
     async def _end_later(self) -> None:
@@ -181,10 +181,10 @@ class _Server:
 
 
 class _Http(uvicorn.Server):
-    """Without uvicorn's own signal handlers, which would refuse connections at once and change the exit code."""
+    """uvicorn without its signal handlers, which refuse connections at once and change the exit code."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, then say where."""
+        """Accept connections, then log the address."""
         await super().startup(sockets)
         assert sockets
         logger.info("serving on %s", _url(self.config, sockets[0]))
@@ -203,7 +203,7 @@ async def _log_statistics(metrics: Metrics) -> None:
 
 
 def _listener(config: ServerConfig) -> socket.socket:
-    """A socket bound to the address: a taken port shows before the model loads, and no one else can take it."""
+    """A socket bound to the address, before the model loads: a port in use is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -221,7 +221,7 @@ def _listener(config: ServerConfig) -> socket.socket:
 
 
 def _check_certificate(config: ServerConfig) -> None:
-    """Find a bad certificate before the model loads; uvicorn reads it only after."""
+    """Report a bad certificate before the model loads; uvicorn reads it only after."""
     if config.ssl_certfile is not None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
@@ -236,7 +236,7 @@ def _url(config: uvicorn.Config, listener: socket.socket) -> str:
 
 
 def _raise_file_limit() -> int:
-    """Raise the number of files that may be open as far as allowed, and return it: each connection is one."""
+    """Raise the limit of open files as far as allowed and return it: each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -245,7 +245,7 @@ def _raise_file_limit() -> int:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed."""
+    """uvloop's, if installed."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop

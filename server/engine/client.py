@@ -1,7 +1,7 @@
-"""The HTTP side's door to the engine process: requests in, outputs to whoever waits for them, and its health.
+"""The HTTP side's client of the engine process: sends requests, routes outputs to their streams, watches its health.
 
-All methods but `shutdown` and `kill` belong to the event loop's thread. Two threads serve the pipe, so that neither a
-large message nor a stalled engine ever stops the loop; one batch from the engine is one callback in the loop.
+Call all methods but `shutdown` and `kill` from the event loop's thread. Two threads serve the pipe, so that neither a
+large message nor a stalled engine blocks the loop; each batch from the engine is one callback in the loop.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from jaxpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-POOL_STATE_SECONDS = 0.25  # a state of the pool is told again for so long
+POOL_STATE_SECONDS = 0.25  # a pool state is reused for this long
 
 
 class StartError(JaxpagedError):
@@ -41,12 +41,12 @@ class StartError(JaxpagedError):
 
 
 class EngineClient:
-    """Starts the engine process and speaks with it.
+    """Starts the engine process and talks to it.
 
     Args:
         config: for the engine; its model is a local path.
-        timeout: seconds without a message, after which a living engine counts as hung.
-        on_death: called once when the engine has ended although nobody told it to.
+        timeout: seconds without a message after which a running engine counts as hung.
+        on_death: called once if the engine ends unexpectedly.
     """
 
     def __init__(self, config: EngineConfig, *, timeout: float, on_death: Callable[[], None]) -> None:
@@ -76,33 +76,33 @@ class EngineClient:
         return await asyncio.shield(self._ready)
 
     def serve(self, info: EngineInfo, tokenizer: Tokenizer, metrics: Metrics) -> None:
-        """Begin to take requests."""
+        """Start to accept requests."""
         self._capacity = info.max_num_seqs + self._max_waiting
         self._processor = OutputProcessor(tokenizer)
         self._metrics = metrics
 
     @property
     def pid(self) -> int:
-        """Of the engine process."""
+        """Process id of the engine."""
         return self._process.pid
 
     def fault(self) -> str | None:
-        """What is wrong with the engine, None while it is well."""
+        """What is wrong with the engine; None while it is healthy."""
         if self._ended is not None:
             return self._ended
         silent = time.monotonic() - self._last_seen
         return f"the engine has made no progress for {silent:.0f} s" if silent > self._timeout else None
 
     def admit(self, count: int, max_unread: int | None = None, per_token: int = 1) -> OutputStream:
-        """Make room for `count` sequences, before any work is spent on them; `close` gives it back.
+        """Reserve capacity for `count` sequences before any work is done on them; `close` releases it.
 
         Args:
             max_unread, per_token: see `OutputStream`.
 
         Raises:
-            EngineDeadError: nobody would serve them.
+            EngineDeadError: the engine does not run.
             OverloadedError: too many are waiting.
-            RequestError: so many never fit.
+            RequestError: so many can never be admitted.
         """
         fault = self.fault()
         if fault is not None:
@@ -118,10 +118,10 @@ class EngineClient:
         return stream
 
     def submit(self, stream: OutputStream, requests: Sequence[ProcessedRequest]) -> None:
-        """Send an admitted call's requests to the engine; their outputs arrive at `stream`.
+        """Send admitted requests to the engine; their outputs arrive at `stream`.
 
         Raises:
-            StreamClosedError: the call was closed in the meantime.
+            StreamClosedError: the stream was closed in the meantime.
         """
         if stream.closed:
             raise StreamClosedError("nobody waits for this request any more")
@@ -138,7 +138,7 @@ class EngineClient:
         self._outbox.put(messages)
 
     def close(self, stream: OutputStream) -> None:
-        """Abort what still runs of a call, give its room back, and wake who waits for it. Once is enough."""
+        """Abort the stream's unfinished requests, release its capacity and wake its reader. May be called again."""
         sequences: list[str] = []
         for request_id in list(stream.running):
             sequences += self._processor.abort(request_id)
@@ -158,11 +158,11 @@ class EngineClient:
             stream.fail(error)
 
     def reset_prefix_cache(self) -> None:
-        """Share nothing that has been computed so far with requests that come later."""
+        """Drop all cached prefixes."""
         self._outbox.put([ResetPrefixCache()])
 
     async def pool_state(self) -> PoolState:
-        """What every KV block is used for; callers at the same time, and soon after one another, get the same answer.
+        """The use of every KV block; calls shortly after one another share one answer.
 
         Raises:
             EngineDeadError: the engine has ended or does not answer.
@@ -177,13 +177,13 @@ class EngineClient:
             raise EngineDeadError(self.fault() or "the engine does not answer") from None
 
     async def wait_until_idle(self, timeout: float) -> None:
-        """Wait until no call is admitted any more, at most `timeout` seconds."""
+        """Wait until no stream is admitted any more, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self._unfinished and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def shutdown(self, timeout: float) -> None:
-        """End the engine process; by force after `timeout` seconds."""
+        """End the engine process; kill it after `timeout` seconds."""
         self._closing = True
         self._outbox.put([Shutdown()])
         self._process.join(timeout)
@@ -208,7 +208,7 @@ class EngineClient:
             try:
                 self._process.pipe.send(messages)
             except OSError:
-                return  # the other thread tells of the end
+                return  # the receiving thread reports the end
 
     def _receive(self) -> None:
         try:

@@ -1,8 +1,8 @@
-"""The engine's own process: how it is started, what it runs, and how each side learns of the other's end.
+"""The engine's own process: starting it, running it, and noticing the end of either side.
 
-Two ends of one socket pair carry pickled lists of the values of `jaxpaged.core.messages`. The child ends by itself when
-the parent's end closes, however the parent ended. It ignores SIGINT and SIGTERM, which terminals and supervisors send
-to both processes: the parent decides when running requests have had their time.
+A socket pair carries pickled lists of the messages of `jaxpaged.core.messages`. The child exits when the parent's end
+closes, however the parent ended. It ignores SIGINT and SIGTERM, which terminals and supervisors send to both processes:
+the parent decides when running requests have had enough time.
 """
 
 import faulthandler
@@ -28,27 +28,27 @@ from jaxpaged.server.sandbox.child_process import start_child
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-_MOST_REASON_CHARS = 200
+_MAX_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The engine has nothing to do and would notice if it had."""
+    """The engine is idle and alive."""
 
 
 class EngineProcess:
-    """The parent's hold on the child. `pipe` yields the child's messages; EOFError means that it is gone."""
+    """The parent's handle of the child. `pipe` yields the child's messages; EOFError means that it has ended."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._process, self.pipe = start_child(__name__, "engine", config)
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process id of the child."""
         return self._process.pid
 
     def how_it_ended(self, wait_seconds: float = 1.0) -> str:
-        """A text for people about the end of the child, once the pipe has told of it."""
+        """Describe the end of the child, after the pipe has reported it."""
         try:
             code = self._process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
@@ -58,27 +58,27 @@ class EngineProcess:
         return f"the engine process ended with exit code {code}"
 
     def join(self, timeout: float) -> None:
-        """Wait for the child's end; kill it after `timeout` seconds."""
+        """Wait for the child to end; kill it after `timeout` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
-        """End the child at once."""
+        """Kill the child."""
         self._process.kill()
         self._process.wait()
 
 
 def run_child(pipe: Connection) -> int:
-    """Load the engine and run its loop until the parent says Shutdown; the child's exit code."""
+    """Load the engine and run its loop until the parent sends Shutdown; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()  # a native abort leaves a traceback in the log
     set_up_logging()
     config = pipe.recv()
     inbox: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-    # Started before the slow imports, so that a parent that goes away takes a loading child with it.
+    # Started before the slow imports, so that a loading child ends with its parent.
     threading.Thread(target=_read, args=(pipe, inbox), name="reader", daemon=True).start()
     try:
         with without_cuda_notices():
@@ -86,8 +86,8 @@ def run_child(pipe: Connection) -> int:
             from jaxpaged.engine.loop import run_engine_loop
 
         engine = Engine(config, logger.info)
-        # What the start has made stays: the collector need not walk through it again, a tenth of a second in which no
-        # step would be planned.
+        # The objects of the start are permanent. Walking through them again takes the collector a tenth of a second,
+        # in which no step is scheduled.
         gc.collect()
         gc.freeze()
         _send(pipe, engine.info)
@@ -97,8 +97,8 @@ def run_child(pipe: Connection) -> int:
         _send(pipe, EngineFailure(str(error)))
         return 1
     except Exception as error:
-        # Whatever it was, the parent answers every client with it: a line, while the log has it all.
-        reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+        # One line, which the parent sends to every client; the log has the traceback.
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
         _send(pipe, EngineFailure(f"the engine failed with {type(error).__name__}: {reason}"))
         logger.exception("the engine failed")
         return 1
@@ -107,7 +107,7 @@ def run_child(pipe: Connection) -> int:
 
 def _receiver(pipe: Connection, inbox: "queue.SimpleQueue[list[Any]]") -> Callable[[bool], list[Any]]:
     def receive(block: bool) -> list[Any]:
-        """All messages so far; with `block`, at least one, and a heartbeat to the parent while waiting."""
+        """All messages so far. With `block`, wait for at least one and send the parent heartbeats meanwhile."""
         messages: list[Any] = []
         while block and not messages:
             try:
@@ -128,7 +128,7 @@ def _read(pipe: Connection, inbox: "queue.SimpleQueue[list[Any]]") -> None:
         while True:
             inbox.put(pipe.recv())
     except (EOFError, OSError):
-        os._exit(1)  # the parent is gone: nobody is left to tell, and the engine may be deep in native code
+        os._exit(1)  # the parent has ended, and the engine may be inside native code
 
 
 def _send(pipe: Connection, message: object) -> None:

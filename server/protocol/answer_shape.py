@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's answers, whole and streamed."""
+"""The JSON of OpenAI's answers, whole and streamed."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -21,16 +21,16 @@ _CHOICES = ',"choices":'
 
 
 class AnswerShape:
-    """How one request's answer is written: fixed parts are serialised once, so that a chunk costs a few microseconds.
+    """Writes the JSON of one request's answer. Fixed parts are serialised once, so that a chunk takes microseconds.
 
     Args:
         chat: chat completion or text completion.
         answer_id: `id` of the answer and of all its chunks.
         created: seconds since 1970.
-        num_choices: over all prompts.
-        token_ids: whether choices carry their token ids, and the prompt's: in a chat the answer itself has these.
-        logprobs: how to write log probabilities, where they were asked for.
-        prompt_logprobs: whether whole answers carry those of the prompts.
+        num_choices: of all prompts together.
+        token_ids: whether to include the token ids of the choices and of the prompt.
+        logprobs: how to write log probabilities, if requested.
+        prompt_logprobs: whether to include the log probabilities of the prompts in a whole answer.
     """
 
     def __init__(self, *, chat: bool, answer_id: str, created: int, model: str, num_choices: int,
@@ -47,7 +47,7 @@ class AnswerShape:
         self._after = ("}" if chat else "") + ',"logprobs":null,"finish_reason":null'
 
     def first_chunk(self, index: int, prompt_token_ids: tuple[int, ...]) -> str:
-        """What opens a choice in a stream: the role in chat, nothing in a text completion unless ids are wanted."""
+        """The first chunk of a choice: the role in a chat; in a text completion the prompt's ids, or nothing."""
         ids = f',"prompt_token_ids":{json.dumps(prompt_token_ids)}' if self._token_ids else ""
         before = self._before[index]
         if self._chat:
@@ -56,16 +56,16 @@ class AnswerShape:
         return f'{before}""{self._after}{ids}{_CHUNK_END}' if ids else ""
 
     def text_chunk(self, index: int, choice: CompletionOutput) -> str:
-        """New text of one choice; empty where there is nothing to tell."""
+        """A chunk with new text of one choice; empty if there is nothing new."""
         rest = self._rest(choice)
         if not choice.text and rest is None:
             return ""
         return f"{self._before[index]}{_quote(choice.text)}{rest or self._after}{_CHUNK_END}"
 
     def delta_chunks(self, index: int, deltas: Iterable[dict[str, Any]], choice: CompletionOutput) -> list[str]:
-        """What is new in a choice of a chat that is read for tool calls or reasoning.
+        """Chunks with new deltas of a chat's choice that is parsed for tool calls or reasoning.
 
-        Ids and log probabilities of the tokens go with the first chunk, also where it has no words yet.
+        Token ids and log probabilities go into the first chunk, even if it has no text yet.
         """
         before = self._before[index].removesuffix('{"content":')
         rest = self._rest(choice)
@@ -76,33 +76,33 @@ class AnswerShape:
         return chunks
 
     def _rest(self, choice: CompletionOutput) -> str | None:
-        """What follows the text: log probabilities and token ids; None where there are none to tell."""
+        """The log probabilities and token ids that follow the text; None if there are none."""
         ids = f',"token_ids":{json.dumps(choice.token_ids)}' if self._token_ids and choice.token_ids else ""
-        logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
+        logprobs = self._logprobs.choice_logprobs(choice) if self._logprobs is not None else None
         if logprobs is None:
             return self._after + ids if ids else None
         return self._after.replace('"logprobs":null', f'"logprobs":{to_json(logprobs).decode()}') + ids
 
     def last_chunk(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> str:
-        """The end of one choice; all its text has gone before."""
+        """The last chunk of a choice, after all its text."""
         before = self._before[index].removesuffix('"content":') if self._chat else self._before[index] + '""'
         after = self._after.replace('"finish_reason":null', f'"finish_reason":{json.dumps(finish_reason)}')
         return f'{before}{after},"stop_reason":{json.dumps(stop_reason)}{_CHUNK_END}'
 
     def with_usage(self, chunk: str, totals: dict[str, Any]) -> str:
-        """A chunk that also tells the usage so far."""
+        """A chunk that also reports the usage so far."""
         return f'{chunk.removesuffix(_CHUNK_END)}}}],"usage":{to_json(totals).decode()}}}\n\n'
 
     def usage_chunk(self, totals: dict[str, Any]) -> str:
-        """The chunk after all choices."""
+        """The chunk that reports the usage, after all choices."""
         return f"data: {to_json({**self._chunk, 'choices': [], 'usage': totals}).decode()}\n\n"
 
     def whole(self, outputs: list[RequestOutput], totals: dict[str, Any],
               messages: Sequence[tuple[dict[str, Any], str | None]] = ()) -> bytes:
-        """The answer in one piece; choices in prompt-major order.
+        """The whole answer; choices in prompt-major order.
 
         Args:
-            messages: message and finish reason of each choice of a chat, where they differ from the bare text.
+            messages: message and finish reason of each choice of a chat that was parsed.
         """
         choices: list[dict[str, Any]] = []
         for output in outputs:
@@ -115,7 +115,7 @@ class AnswerShape:
                     item["message"] = {"role": "assistant", "content": choice.text}
                 else:
                     item["text"] = choice.text
-                logprobs = self._logprobs.of(choice) if self._logprobs is not None else None
+                logprobs = self._logprobs.choice_logprobs(choice) if self._logprobs is not None else None
                 item |= {"logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stop_reason}
                 if self._token_ids:
                     item["token_ids"] = choice.token_ids
@@ -124,12 +124,12 @@ class AnswerShape:
                 if self._prompt_logprobs and not self._chat:
                     item["prompt_logprobs"] = prompt_entries(output.prompt_logprobs)
                 choices.append(item)
-        more: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if self._chat and self._prompt_logprobs:
-            more["prompt_logprobs"] = prompt_entries(outputs[0].prompt_logprobs)
+            extra["prompt_logprobs"] = prompt_entries(outputs[0].prompt_logprobs)
         if self._chat and self._token_ids:
-            more["prompt_token_ids"] = outputs[0].prompt_token_ids
-        return to_json({**self._whole, "choices": choices, "usage": totals, **more})
+            extra["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return to_json({**self._whole, "choices": choices, "usage": totals, **extra})
 
 
 _quote = json.JSONEncoder(ensure_ascii=False).encode

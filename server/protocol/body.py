@@ -1,4 +1,4 @@
-"""Request bodies: bytes to checked fields, and what is said about those that cannot be read."""
+"""Request bodies: from bytes to checked fields, and the errors of invalid ones."""
 
 import logging
 import math
@@ -24,14 +24,14 @@ _EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": 
 
 
 class Body(BaseModel):
-    """What all request bodies share. A field set to null equals a field left out."""
+    """The base of all request bodies. A field set to null counts as left out."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = Field(None, description="a name that GET /v1/models lists")
 
     def check(self, limits: Limits) -> None:
-        """Refuse what a single field's type does not tell.
+        """Refuse values that the fields' types allow.
 
         Raises:
             RequestError: names the field.
@@ -42,28 +42,28 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 class BodyReader:
-    """Turns bytes into checked requests, and logs each unknown field name once."""
+    """Parses and checks request bodies, and logs each unknown field name once."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
         self._unknown: set[str] = set()
         self._warned = False
 
-    def read(self, kind: type[_Body], body: bytes) -> _Body:
-        """One request.
+    def read_body(self, kind: type[_Body], body: bytes) -> _Body:
+        """Parse and check one body.
 
         Raises:
-            RequestError: the body is not what the API takes; the text names the field, never its value.
+            RequestError: the body is invalid; the text names the field, never its value.
         """
         _check_structure(body, self._limits)
         try:
             request = kind.model_validate_json(body)
         except ValidationError as error:
             raise _explain(error) from None
-        if b"NaN" in body or b"Infinity" in body:  # perhaps in a string; pydantic reads them as numbers, too
+        if b"NaN" in body or b"Infinity" in body:  # maybe only in a string; pydantic accepts them as numbers
             for name, value in request:
                 if not _is_finite(value):
-                    raise RequestError(f"{name} holds a number that JSON does not have", param=name)
+                    raise RequestError(f"{name} holds a number that is not valid JSON", param=name)
         for name in _unknown_fields(request):
             if name not in UNSUPPORTED_FIELDS and name not in IGNORED_FIELDS and name not in self._unknown \
                     and len(self._unknown) < MAX_UNKNOWN_FIELDS_LOGGED:
@@ -78,7 +78,7 @@ class BodyReader:
 
 
 def _unknown_fields(model: BaseModel, prefix: str = "") -> list[str]:
-    """Also those of objects within, as `stream_options.name`."""
+    """Names of unknown fields, also in nested objects, as `stream_options.name`."""
     names = [prefix + name for name, value in (model.model_extra or {}).items() if value is not None]
     for name in type(model).model_fields:
         value = getattr(model, name)
@@ -98,9 +98,9 @@ def _is_finite(value: object) -> bool:
 
 
 def _check_structure(body: bytes, limits: Limits) -> None:
-    """Refuse a body that would take seconds to read, in which nothing else in the process runs."""
+    """Refuse a body that would take seconds to parse, during which the event loop is blocked."""
     _at_most(body.count(b'"'), "quotation marks", limits.max_body_quotes)
-    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # strings
     containers = sum(map(outside.count, (b":", b"{", b"[")))
     _at_most(containers, "keys, objects and lists", limits.max_body_containers)
     _at_most(outside.count(b","), "values", limits.max_body_values)

@@ -1,4 +1,4 @@
-"""Answers as JSON, above all OpenAI's error object."""
+"""JSON answers, above all OpenAI's error object."""
 
 import json
 
@@ -12,11 +12,11 @@ class BodyTooLargeError(RequestError):
 
 
 class BodyTimeoutError(RequestError):
-    """The request body did not come in time."""
+    """The request body did not arrive in time."""
 
 
 class MediaTypeError(RequestError):
-    """The request body is not announced as plain JSON."""
+    """The content type of the request body is not plain JSON."""
 
 
 def error_status(error: RequestError) -> int:
@@ -47,5 +47,5 @@ def error_json(message: str, kind: str, param: str | None = None, code: str | No
 
 
 def to_json(value: object) -> bytes:
-    """Compact UTF-8; a NaN or infinity, which JSON lacks, is our own mistake and raises ValueError."""
+    """Compact UTF-8; a NaN or infinity, which JSON lacks, is a bug and raises ValueError."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of OpenAI's two endpoints."""
+"""Log probabilities as JSON of OpenAI's two endpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 from jaxpaged.core.outputs import CompletionOutput, Logprob
 from jaxpaged.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks
 
 
 class LogprobShape:
     """Writes the log probabilities of one request's choices.
 
-    A token that is only a part of a character is spelled `bytes:` and its bytes, as OpenAI spells it. In chat, `bytes`
-    of a token that the text does not show (an end token, a special token) is empty, so that all `bytes` joined are the
-    UTF-8 of the text; what a stop string has cut off the last token is still among them.
+    A token that is only part of a character is written as `bytes:` and its bytes, as OpenAI does. In a chat, `bytes` of
+    a token that the text omits (an end token, a special token) is empty, so that all `bytes` joined are the UTF-8 of
+    the text, except that the part of the last token after a stop string is included.
 
     Args:
-        chat: the shape of chat completions, else that of completions.
-        count: alternatives asked for.
-        skip_special_tokens, keep_stop: as the request has them.
+        chat: the format of chat completions, else of completions.
+        count: requested number of alternatives.
+        skip_special_tokens, keep_stop: as in the request.
         eos_token_ids: the model's end tokens.
     """
 
@@ -29,8 +29,8 @@ class LogprobShape:
         self._eos = eos_token_ids
         self._skip_special, self._keep_stop = skip_special_tokens, keep_stop
 
-    def of(self, choice: CompletionOutput) -> dict[str, Any] | None:
-        """The `logprobs` object of a choice, or of the part of it that a chunk brings; None without tokens."""
+    def choice_logprobs(self, choice: CompletionOutput) -> dict[str, Any] | None:
+        """The `logprobs` object of a choice, or of the part of it in a chunk; None without tokens."""
         if not choice.logprobs:
             return None
         if self._chat:
@@ -42,9 +42,9 @@ class LogprobShape:
         """The lists of a completion; the first token of an echoed prompt has no entry."""
         pairs = list(zip(ids, logprobs, strict=True))
         return {
-            "tokens": [self._spelling(token) for token, _ in pairs],
+            "tokens": [self._token_text(token) for token, _ in pairs],
             "token_logprobs": [_finite(entry[token].logprob) if entry else None for token, entry in pairs],
-            "top_logprobs": [self._distinct(entry) if entry else None for _, entry in pairs],
+            "top_logprobs": [self._by_text(entry) if entry else None for _, entry in pairs],
             "text_offset": list(offsets),
         }
 
@@ -65,17 +65,17 @@ class LogprobShape:
         return content
 
     def _item(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._spelling(token), "logprob": _finite(logprob),
+        return {"token": self._token_text(token), "logprob": _finite(logprob),
                 "bytes": list(self._tokenizer.token_bytes(token))}
 
-    def _distinct(self, entry: Mapping[int, Logprob]) -> dict[str, float]:
+    def _by_text(self, entry: Mapping[int, Logprob]) -> dict[str, float]:
         found: dict[str, float] = {}
         for token, item in entry.items():
-            name = self._spelling(token)
+            name = self._token_text(token)
             found[f"token_id:{token}" if name in found else name] = _finite(item.logprob)
         return found
 
-    def _spelling(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         data = self._tokenizer.token_bytes(token)
         try:
             return data.decode()
@@ -84,7 +84,7 @@ class LogprobShape:
 
 
 def prompt_entries(logprobs: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: for each prompt token its id and the alternatives', each with what is known of it."""
+    """vLLM's `prompt_logprobs`: log probability, rank and text of each prompt token and its alternatives, by id."""
     if logprobs is None:
         return None
     return [None if entry is None else {
@@ -93,4 +93,4 @@ def prompt_entries(logprobs: Sequence[Mapping[int, Logprob] | None] | None) -> l
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MIN_LOGPROB)

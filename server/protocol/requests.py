@@ -1,4 +1,4 @@
-"""What POST /v1/completions and /v1/chat/completions take, and the sampling parameters that it means."""
+"""Bodies of POST /v1/completions and /v1/chat/completions, and their sampling parameters."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,12 +27,12 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    include_usage: bool | None = Field(None, description="end the stream with a chunk that holds the usage")
-    continuous_usage_stats: bool | None = Field(None, description="every chunk holds the usage so far")
+    include_usage: bool | None = Field(None, description="end the stream with a chunk that reports the usage")
+    continuous_usage_stats: bool | None = Field(None, description="every chunk reports the usage so far")
 
 
 class _Request(Body):
-    """What both kinds of generation share."""
+    """Fields that completions and chats share."""
 
     stream: bool | None = None
     stream_options: Annotated[StreamOptions | None, WithJsonSchema(
@@ -61,11 +61,11 @@ class _Request(Body):
     bad_words: list[str] | None = None
     expected_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     add_special_tokens: bool | None = Field(
-        None, description="add what the tokenizer adds; default: true, in a chat false, as its template does that")
+        None, description="let the tokenizer add special tokens; default: true for completions, false for chats")
     use_beam_search: bool | None = Field(None, description="the n best of best_of beams instead of samples")
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    truncate_prompt_tokens: int | None = Field(None, description="keep only so many tokens of the prompt, the last")
+    truncate_prompt_tokens: int | None = Field(None, description="use only the last so many tokens of the prompt")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     response_format: dict[str, Any] | None = Field(
         None, description="an object with type text, json_object, or json_schema and a schema")
@@ -77,12 +77,12 @@ class _Request(Body):
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     prompt_logprobs: int | None = Field(None, description="log probabilities of the prompt's tokens, not streamed")
-    return_token_ids: bool | None = Field(None, description="add the ids of the prompt and of each choice")
-    priority: int | None = Field(None, description="the smaller is served first, with --scheduling-policy priority")
+    return_token_ids: bool | None = Field(None, description="add the token ids of the prompt and of each choice")
+    priority: int | None = Field(None, description="lower values are served first, with --scheduling-policy priority")
     request_id: str | None = Field(None, description="becomes part of the answer's id")
 
     def check(self, limits: Limits) -> None:
-        """Refuse what is known but not supported.
+        """Refuse unsupported fields and values.
 
         Raises:
             RequestError: names the field.
@@ -97,15 +97,15 @@ class _Request(Body):
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         if self.request_id is not None and not (self.request_id and self.request_id.isprintable()):
-            raise RequestError("request_id must be a text of printable characters", param="request_id")
+            raise RequestError("request_id must be a string of printable characters", param="request_id")
         check_at_most("request_id", "characters", len(self.request_id or ""), limits.max_request_id_chars)
 
     def sampling_params(self, default_max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The sampling of this request.
+        """The sampling parameters of this request.
 
         Args:
-            default_max_tokens: where the request says nothing; None for as many as fit.
-            defaults: the model's own where the request says nothing; its max_tokens does not count.
+            default_max_tokens: used if the request sets none; None for as many as fit.
+            defaults: the model's own, used for fields the request leaves out; its max_tokens is ignored.
 
         Raises:
             RequestError: a value out of range or not supported; names the field.
@@ -127,12 +127,12 @@ class _Request(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives per position; None for no log probabilities."""
+        """Number of alternatives per position; None for no log probabilities."""
         return None
 
     @property
     def echoes(self) -> bool:
-        """Whether choices begin with the prompt."""
+        """Whether choices start with the prompt."""
         return False
 
     @property
@@ -142,7 +142,7 @@ class _Request(Body):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream tells the usage so far."""
+        """Whether each chunk of a stream reports the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -158,7 +158,7 @@ class CompletionRequest(_Request):
                             {"type": "array", "items": {"type": "integer"}},
                             {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}]})
     logprobs: int | None = Field(None, description="log probabilities with this many alternatives per token")
-    echo: bool | None = Field(None, description="begin each choice with the prompt")
+    echo: bool | None = Field(None, description="start each choice with the prompt")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -177,18 +177,18 @@ class ChatCompletionRequest(_Request):
             "role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}}}})
     logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
     top_logprobs: int | None = Field(None, description="alternatives per token; needs logprobs")
-    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; wins over it")
+    max_completion_tokens: int | None = Field(None, description="the new name of max_tokens; takes precedence")
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [
         {"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]})] = None
-    parallel_tool_calls: bool | None = Field(None, description="false keeps the first call only")
-    include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer")
+    parallel_tool_calls: bool | None = Field(None, description="false: only the first call")
+    include_reasoning: bool | None = Field(None, description="false: leave the reasoning out of the answer")
     add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is set")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self, limits: Limits) -> None:
-        """Refuse what is known but not supported, and settle which limit counts.
+        """Refuse unsupported fields and values, and resolve max_completion_tokens.
 
         Raises:
             RequestError: names the field.
@@ -209,7 +209,7 @@ class ChatCompletionRequest(_Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def chat_sampling_params(self, defaults: Mapping[str, Any], use: ToolUse) -> SamplingParams:
-        """The sampling of this request, with what its use of tools asks for.
+        """The sampling parameters of this request, adapted to its use of tools.
 
         Raises:
             RequestError: see `sampling_params`.
@@ -217,16 +217,16 @@ class ChatCompletionRequest(_Request):
         params = self.sampling_params(None, defaults)
         if use.schema is not None:
             if params.structured_outputs is not None:
-                raise RequestError("tool_choice and a form for the answer exclude each other; leave one out",
+                raise RequestError("tool_choice cannot be combined with structured outputs; leave one out",
                                    param="tool_choice")
             params = replace(params, structured_outputs=StructuredOutputsParams(json=use.schema))
         elif use.parse is not None and self.skip_special_tokens is None:
-            params = replace(params, skip_special_tokens=False)  # some models mark their calls with them
+            params = replace(params, skip_special_tokens=False)  # some models mark calls with special tokens
         return params
 
 
 def template_options(body: Any) -> dict[str, Any]:
-    """Options of the chat template, of a body that has these fields."""
+    """Options of the chat template, from a body with these fields."""
     continues = bool(body.continue_final_message)
     prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return {"add_generation_prompt": prompt, "continue_final_message": continues,

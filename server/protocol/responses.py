@@ -1,4 +1,4 @@
-"""Reading bodies within a limit, noticing that a client has gone, and writing answers."""
+"""Reading request bodies within a limit, noticing disconnects, and writing answers."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ from jaxpaged.server.protocol.error_answers import BodyTooLargeError, MediaTypeE
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, of at most `limit` bytes; memory stays bounded whatever the client announces or sends.
+    """The body, of at most `limit` bytes; memory stays bounded whatever the client sends.
 
     Raises:
-        BodyTooLargeError: as soon as that is known.
+        BodyTooLargeError: the body is larger.
         MediaTypeError: a content type or encoding other than plain JSON.
     """
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -39,7 +39,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 @contextlib.contextmanager
 def on_disconnect(receive: Receive, action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` if the client goes away while the block runs. The body must have been read."""
+    """Call `action` if the client disconnects while the block runs. The body must have been read."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -54,16 +54,16 @@ def on_disconnect(receive: Receive, action: Callable[[], None]) -> Iterator[None
 
 
 class EventStream(Response):
-    """Server-sent events, written as they come; each item of `events` holds one or more whole events.
+    """A stream of server-sent events; each item of `events` holds one or more whole events.
 
     Args:
-        close: called when the client goes away, and once more at the end in every case; it makes `events` end.
+        close: called if the client disconnects and again at the end in any case; ends `events`.
     """
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache",
                                                                   "x-accel-buffering": "no"})
-        del self.headers["content-length"]  # of the empty body that Response assumes
+        del self.headers["content-length"]  # Response sets that of an empty body
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,10 +78,10 @@ class EventStream(Response):
 
 
 def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer whose body is JSON already."""
+    """An answer with a JSON body."""
     return Response(body, status, headers=headers, media_type="application/json")
 
 
 def server_error(error: Exception) -> bytes:
-    """OpenAI's error object for what is not the client's fault."""
+    """OpenAI's error object for a failure of the server."""
     return error_json(str(error), "service_unavailable" if isinstance(error, EngineDeadError) else "internal_error")

@@ -1,4 +1,4 @@
-"""The fields of a request that say what its text must look like, under all their names."""
+"""The structured output of a request, under all its field names."""
 
 from typing import Any
 
@@ -8,35 +8,35 @@ from jaxpaged.core.sampling_params import StructuredOutputsParams
 
 
 def structured_outputs(request: Any) -> StructuredOutputsParams | None:
-    """The constraint that a request names, in whichever way.
+    """The structured output that a request asks for, under any name.
 
     Raises:
-        RequestError: it is none, or there are several.
+        RequestError: it is invalid, or there are several.
     """
     found = _named(request)
     if not found:
         return None
     if len(found) > 1:
-        raise RequestError(f"{found[0][0]} and {found[1][0]} exclude one another; keep one", param=found[1][0])
+        raise RequestError(f"{found[0][0]} and {found[1][0]} cannot be combined; leave one out", param=found[1][0])
     [(name, wanted)] = found
     given = {key: value for key, value in wanted.items() if value is not None}
     for key in given:
         if key not in OLD_STRUCTURED_FIELDS.values():
             keys = ", ".join(OLD_STRUCTURED_FIELDS.values())
-            raise NotSupportedError(f"{name} takes one of {keys}, and nothing else", param=name)
+            raise NotSupportedError(f"{name} must have exactly one of {keys}", param=name)
     try:
         return StructuredOutputsParams(**given)
     except RequestError as error:
         raise error.with_param(name) from None
 
 
-def structure_field(request: Any) -> str:
-    """The field that names the constraint; without one it follows from the tools whose calls are demanded."""
+def structured_outputs_field(request: Any) -> str:
+    """The field that asks for structured output; without one it is tools, whose calls are required."""
     return next((name for name, _ in _named(request)), "tools")
 
 
 def _named(request: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Fields of a request that name a constraint, and `structured_outputs` as each would have it."""
+    """The fields of a request that ask for structured output, each as `structured_outputs` would be."""
     found: list[tuple[str, dict[str, Any]]] = []
     if request.structured_outputs is not None:
         found.append(("structured_outputs", request.structured_outputs))

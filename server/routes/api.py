@@ -1,4 +1,4 @@
-"""What the routes of the OpenAI protocol do. Every check on a request is made before its answer begins."""
+"""The routes of the OpenAI protocol. Every check on a request is made before its answer starts."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ from jaxpaged.server.protocol.error_answers import BodyTimeoutError, to_json
 from jaxpaged.server.protocol.logprob_shapes import LogprobShape
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest, template_options
 from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect, read_body
-from jaxpaged.server.protocol.structure import structure_field
+from jaxpaged.server.protocol.structure import structured_outputs_field
 from jaxpaged.server.routes.echo import Echo
 from jaxpaged.server.routes.embedding_route import EmbeddingRequest, embedding_answer
 from jaxpaged.server.routes.engine_state import engine_state
@@ -50,18 +50,18 @@ GRAMMAR_THREADS = 2
 
 
 class Api:
-    """What the routes do.
+    """The handlers of the routes.
 
     Args:
-        config: of the server.
-        client: serves already.
+        config: the server's.
+        client: of an engine that is ready.
         inputs: checks and tokenises prompts.
-        metrics: of the engine.
+        metrics: the engine's.
         names: the served model's names; the first is the main one.
-        info: of the engine.
+        info: the engine's.
         defaults: the model's own sampling parameters.
-        tokenizer: spells the tokens of log probabilities.
-        embeddings: whether the engine makes them.
+        tokenizer: decodes the tokens of log probabilities.
+        embeddings: whether the engine computes them.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *,
@@ -76,14 +76,14 @@ class Api:
         self._bodies = BodyReader()
         self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len)
         self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
-        # Apart: a grammar may take its time, and prompts must not wait for it.
+        # Separate: compiling a grammar may be slow, and prompts must not wait for it.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._page = page_response()
         self._refusal: str | None = None
-        self._reading: set[asyncio.Timeout] = set()  # of bodies that are not all there yet
+        self._reading: set[asyncio.Timeout] = set()  # timeouts of bodies that are still being received
 
     def refuse(self, reason: str) -> None:
-        """Answer 503 to all new work from now on, also to what has been sent in part."""
+        """Answer 503 to all new requests from now on, including those received in part."""
         self._refusal = reason
         for deadline in self._reading:
             deadline.reschedule(0.0)
@@ -94,7 +94,7 @@ class Api:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine is alive, makes progress and takes requests; 503 otherwise."""
+        """200 while the engine is alive, makes progress and accepts requests; 503 otherwise."""
         self._check_serving()
         return Response(b"")
 
@@ -108,17 +108,17 @@ class Api:
         return Response(text, headers={"content-type": content_type})
 
     async def page(self, request: Request) -> Response:
-        """A page to chat with the model and to watch the engine."""
+        """The page for chatting with the model and watching the engine."""
         return self._page
 
     async def engine_state(self, request: Request) -> Response:
-        """The block pool, block by block, and what the engine is busy with."""
+        """The state of every KV block, and the activity of the engine."""
         self._check_serving()
         pool = await self._client.pool_state()
         return json_response(to_json(engine_state(self.names[0], self._info, pool, self._metrics)))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Share nothing that has been computed so far with requests that come later."""
+        """Drop all cached prefixes."""
         self._check_serving()
         self._client.reset_prefix_cache()
         return Response(b"")
@@ -126,19 +126,19 @@ class Api:
     async def models(self, request: Request) -> Response:
         """The names of the model."""
         self._check_serving()
-        return json_response(to_json({"object": "list", "data": [self._card(name) for name in self.names]}))
+        return json_response(to_json({"object": "list", "data": [self._model_card(name) for name in self.names]}))
 
     async def model(self, request: Request) -> Response:
         """One name of the model."""
         self._check_serving()
         name = request.path_params["name"]
         self._check_model(name)
-        return json_response(to_json(self._card(name)))
+        return json_response(to_json(self._model_card(name)))
 
     async def completions(self, request: Request) -> Response:
         """Complete one or more prompts."""
         self._check_serving()
-        body = self._bodies.read(CompletionRequest, await self._read_body(request))
+        body = self._bodies.read_body(CompletionRequest, await self._read_body(request))
         self._check_model(body.model)
         params = body.sampling_params(COMPLETION_MAX_TOKENS, self._defaults)
         add_special = body.add_special_tokens is not False
@@ -154,7 +154,7 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
         self._check_serving()
-        body = self._bodies.read(ChatCompletionRequest, await self._read_body(request))
+        body = self._bodies.read_body(ChatCompletionRequest, await self._read_body(request))
         self._check_model(body.model)
         config = self.config
         use = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls,
@@ -168,7 +168,7 @@ class Api:
             return self._inputs.process(request_id, prompt, params, priority=body.priority or 0,
                                         cache_salt=body.cache_salt, truncate_prompt_tokens=keep)
 
-        # An answer that is held to a form has no room for reasoning.
+        # Structured output leaves no room for reasoning.
         reasons = config.reasoning_parser if params.structured_outputs is None else None
 
         def make_parser(prepared: ProcessedRequest) -> ChoiceParser:
@@ -180,16 +180,16 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or a chat."""
-        return await self._in_thread(request, TokenizeRequest, self._token_routes.tokenize)
+        return await self._answer_in_thread(request, TokenizeRequest, self._token_routes.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        return await self._in_thread(request, DetokenizeRequest, self._token_routes.detokenize)
+        return await self._answer_in_thread(request, DetokenizeRequest, self._token_routes.detokenize)
 
     async def embeddings(self, request: Request) -> Response:
         """Embeddings of one or more texts."""
         self._check_serving()
-        body = self._bodies.read(EmbeddingRequest, await self._read_body(request))
+        body = self._bodies.read_body(EmbeddingRequest, await self._read_body(request))
         self._check_model(body.model)
         if not self._embeddings:
             raise NotSupportedError("embeddings need a server started with --enable-embeddings")
@@ -207,8 +207,8 @@ class Api:
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
                 requests = await self._submit(stream, prepare, uuid.uuid4().hex, prompts)
-                places = {item.request_id: place for place, item in enumerate(requests)}
-                outputs = sorted(await stream.get_all(), key=lambda output: places[output.request_id])
+                order = {item.request_id: index for index, item in enumerate(requests)}
+                outputs = sorted(await stream.get_all(), key=lambda output: order[output.request_id])
         finally:
             self._client.close(stream)
         answer = partial(embedding_answer, body, body.model or self.names[0], outputs)
@@ -217,7 +217,7 @@ class Api:
     async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
                       prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest],
                       finish_reason: str = "stop", make_parser: MakeParser | None = None) -> Response:
-        self._check_serving()  # once more: reading the body may have taken its time
+        self._check_serving()  # again: reading the body may have taken a while
         ordinal = uuid.uuid4().hex
         stream = self._client.admit(len(prompts) * params.num_sequences,
                                     LIMITS.max_unread_tokens if body.stream else None,
@@ -226,10 +226,10 @@ class Api:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
                 if params.structured_outputs is not None:
                     try:
-                        await self._beside(stream, self._grammar_threads, self._inputs.grammar,
-                                           params.structured_outputs)
+                        await self._run_in_thread(stream, self._grammar_threads, self._inputs.grammar,
+                                                  params.structured_outputs)
                     except RequestError as error:
-                        raise error.with_param(structure_field(body)) from None
+                        raise error.with_param(structured_outputs_field(body)) from None
                 requests = await self._submit(stream, prepare, ordinal, prompts)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,
@@ -247,7 +247,7 @@ class Api:
                                             finish_reason=finish_reason, echo=echo)
                 if not body.stream:
                     return await pending.whole()
-        except BaseException:  # a cancelled call, too, must leave nothing running; the handlers below answer the rest
+        except BaseException:  # cancellation included: nothing may be left running
             self._client.close(stream)
             raise
         events = pending.events(self.config.stream_keep_alive or None, body.include_usage, body.continuous_usage)
@@ -255,26 +255,26 @@ class Api:
 
     async def _submit(self, stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
                       prompts: Sequence[object]) -> list[ProcessedRequest]:
-        requests: list[ProcessedRequest] = await self._beside(stream, self._threads, _prepare_all, stream, prepare,
-                                                              ordinal, prompts)
+        requests: list[ProcessedRequest] = await self._run_in_thread(
+            stream, self._threads, _prepare_all, stream, prepare, ordinal, prompts)
         self._client.submit(stream, requests)
         return requests
 
-    async def _beside(self, stream: OutputStream, threads: ThreadPoolExecutor, work: Callable[..., Any],
-                      *arguments: object) -> Any:
-        """What `work` returns, done beside the event loop; ends at once if the stream fails."""
+    async def _run_in_thread(self, stream: OutputStream, threads: ThreadPoolExecutor, work: Callable[..., Any],
+                             *arguments: object) -> Any:
+        """Run `work` beside the event loop; stop waiting as soon as the stream fails."""
         stream.preparing = asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
         try:
             return await stream.preparing
         except asyncio.CancelledError:
-            stream.check()  # it has failed in the meantime, which ended the waiting
+            stream.check()  # raises if the stream has failed, which cancels the waiting
             raise
 
-    async def _in_thread(self, request: Request, kind: type[_Body],
-                         work: Callable[[_Body], dict[str, Any]]) -> Response:
-        """Answer with what `work` makes of the body, beside the event loop."""
+    async def _answer_in_thread(self, request: Request, kind: type[_Body],
+                                work: Callable[[_Body], dict[str, Any]]) -> Response:
+        """Answer with the result of `work` on the body, run beside the event loop."""
         self._check_serving()
-        body = self._bodies.read(kind, await self._read_body(request))
+        body = self._bodies.read_body(kind, await self._read_body(request))
         self._check_model(body.model)
 
         def run() -> bytes:
@@ -290,8 +290,8 @@ class Api:
                 self._reading.add(deadline)
                 return await read_body(request, self.config.max_request_bytes)
         except TimeoutError:
-            self._check_serving()  # `refuse` ends the waiting, too
-            raise BodyTimeoutError(f"the request body did not come within {seconds:g} s (--body-timeout)") from None
+            self._check_serving()  # `refuse` ends the wait, too
+            raise BodyTimeoutError(f"the request body did not arrive within {seconds:g} s (--body-timeout)") from None
         finally:
             self._reading.discard(deadline)
 
@@ -310,10 +310,10 @@ class Api:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            raise RequestError(f"there is no such model here; GET /v1/models lists the names: {', '.join(self.names)}",
+            raise RequestError(f"there is no such model; GET /v1/models lists the names: {', '.join(self.names)}",
                                param="model", code="model_not_found")
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "jaxpaged",
                 "root": self.names[0], "parent": None, "max_model_len": self._info.max_model_len}
 
@@ -321,10 +321,10 @@ class Api:
 def _prepare_all(stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
                  prompts: Sequence[object]) -> list[ProcessedRequest]:
     requests = []
-    for place, prompt in enumerate(prompts):
-        if stream.closed:  # clients that come and go must not leave work behind
+    for index, prompt in enumerate(prompts):
+        if stream.closed:  # the client has disconnected
             break
-        requests.append(prepare(f"{ordinal}-{place}", prompt))
+        requests.append(prepare(f"{ordinal}-{index}", prompt))
     return requests
 
 

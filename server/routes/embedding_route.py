@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: what it takes, and the shape of its answer."""
+"""POST /v1/embeddings: its body and its answer."""
 
 import base64
 import struct
@@ -29,7 +29,7 @@ class EmbeddingRequest(Body):
     add_special_tokens: bool | None = None
 
     def check(self, limits: Limits) -> None:
-        """Refuse what a single field's type does not tell.
+        """Refuse values that the fields' types allow.
 
         Raises:
             RequestError: names the field.
@@ -48,9 +48,9 @@ def embedding_answer(body: EmbeddingRequest, model: str, outputs: Sequence[Reque
     for index, output in enumerate(outputs):
         assert output.embedding is not None, f"{output.request_id} ended without an embedding"
         vector = list(output.embedding) if body.normalize is False else normalised(output.embedding)
-        spelled = (base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        encoded = (base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
                    if body.encoding_format == "base64" else vector)
-        data.append({"object": "embedding", "index": index, "embedding": spelled})
+        data.append({"object": "embedding", "index": index, "embedding": encoded})
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return to_json({"object": "list", "data": data, "model": model,
                     "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})

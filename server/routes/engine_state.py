@@ -1,4 +1,4 @@
-"""What GET /engine/state tells: the block pool, block by block, and what the engine is busy with."""
+"""GET /engine/state: the state of every KV block, and the activity of the engine."""
 
 import itertools
 import time

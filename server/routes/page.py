@@ -1,4 +1,4 @@
-"""The page at `/`: one static file, allowed to run its own script and to speak with this server, and nothing else."""
+"""The page at `/`: one static file, allowed to run its own script and to call this server, and nothing else."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """The page. It holds nothing secret: with an API key it asks for the key before it calls anything."""
+    """The page. It holds no secrets: with an API key it asks the user for the key first."""
     text = _FILE.read_text(encoding="utf-8")
     [script] = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -22,7 +22,8 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = Field(None, description="add what the tokenizer adds; default: true for a prompt")
+    add_special_tokens: bool | None = Field(
+        None, description="let the tokenizer add special tokens; default: true for a prompt")
     return_token_strs: bool | None = Field(None, description="add the text of each token")
 
 
@@ -33,7 +34,7 @@ class DetokenizeRequest(Body):
 
 
 class TokenRoutes:
-    """What the routes answer. Meant for a thread beside the event loop."""
+    """Computes the answers of both routes. Runs in a thread beside the event loop."""
 
     def __init__(self, inputs: InputProcessor, tokenizer: Tokenizer, max_model_len: int) -> None:
         self._inputs, self._tokenizer, self._max_model_len = inputs, tokenizer, max_model_len
@@ -60,7 +61,7 @@ class TokenRoutes:
         """Text of ids, special tokens included.
 
         Raises:
-            RequestError: no ids, too many, or one that there is not.
+            RequestError: no ids, too many, or an unknown one.
         """
         ids = body.tokens
         if ids is None:

@@ -1,6 +1,6 @@
-"""Work on what clients send, in small processes of their own: what takes too long or too much memory is cut off.
+"""Processes for work on client input: jobs that take too much time or memory are cut off.
 
-A thread cannot be stopped, and native code does not ask; a process can be ended.
+A thread cannot be stopped, least of all in native code; a process can be killed.
 """
 
 import logging
@@ -22,18 +22,18 @@ START_SECONDS = 60.0
 
 
 class CutOffError(JaxpagedError):
-    """The work did not end in time, or ended its process."""
+    """The job exceeded its time, or ended its process."""
 
 
 class BoundedProcesses:
-    """Does jobs, as many at once as there are processes. May be called from several threads.
+    """Runs jobs, each in one of several processes. May be called from several threads.
 
     Args:
-        begin: run once in each process; what it returns does the jobs. It is pickled, as are jobs and results.
-        name: told in the processes' command lines.
-        timeout: seconds that one job may take.
-        memory: bytes that the jobs may make a process grow by, beyond what `begin` has left.
-        count: of processes; each starts with the first job that finds no other idle, unless `eager`.
+        begin: runs once in each process and returns the function that runs the jobs. Pickled, like jobs and results.
+        name: shown in the processes' command lines.
+        timeout: seconds per job.
+        memory: bytes that a process may grow by while it runs jobs.
+        count: number of processes; each starts with the first job that finds no idle one, unless `eager`.
     """
 
     def __init__(self, begin: Callable[[], Callable[[Any], Any]], *, name: str, timeout: float, memory: int, count: int,
@@ -46,19 +46,19 @@ class BoundedProcesses:
         for _ in range(count):
             self._idle.put(self._start() if eager else None)
 
-    def do(self, job: object) -> Any:
+    def run_job(self, job: object) -> Any:
         """The result of a job.
 
         Raises:
             RequestError: the job's own.
-            CutOffError: its time or memory was up.
+            CutOffError: it exceeded its time or memory.
             RecursionError: it is nested too deeply to be sent.
         """
         child = self._idle.get()
         try:
             if child is None:
                 child = self._start()
-            answer = child.ask(job, self._timeout)
+            answer = child.run_job(job, self._timeout)
         except TimeoutError:
             logger.warning("%s: cut off after %g s", self._name, self._timeout)
             raise CutOffError(f"did not end within {self._timeout:g} s") from None
@@ -76,7 +76,7 @@ class BoundedProcesses:
         return answer
 
     def close(self) -> None:
-        """End the processes, also those that are busy."""
+        """Kill the processes, including busy ones."""
         self._closed = True
         for child in tuple(self._children):
             child.end()
@@ -88,16 +88,16 @@ class BoundedProcesses:
 
 
 class _Child:
-    """One process; `good` until it has missed an answer."""
+    """One process; `good` unless it failed to answer."""
 
     def __init__(self, name: str, parts: object) -> None:
         self.good = True
         self._ready = False
         self._process, self._pipe = start_child(__name__, name, parts)
 
-    def ask(self, job: object, timeout: float) -> Any:
-        """What the child says, within `timeout` seconds once it is ready."""
-        message = pickle.dumps(job)  # apart: where that fails, nothing was sent
+    def run_job(self, job: object, timeout: float) -> Any:
+        """The child's answer, within `timeout` seconds once it is ready."""
+        message = pickle.dumps(job)  # separately: if this fails, nothing was sent
         self.good = False
         if not self._ready:
             self._receive(START_SECONDS)
@@ -113,26 +113,26 @@ class _Child:
         return self._pipe.recv()
 
     def end(self) -> None:
-        """Kill it; who waits for its answer finds the pipe at its end."""
+        """Kill it; reading its answer then raises EOFError."""
         self._process.kill()
         self._process.wait()
 
 
 def run_child(pipe: Connection) -> None:
-    """Do what comes, until the parent's end closes."""
+    """Run jobs until the parent's end of the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         begin, memory = pipe.recv()
-        do = begin()
+        run_job = begin()
         limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         pipe.send(None)  # ready
         while True:
             job = pipe.recv()
             try:
-                answer = do(job)
+                answer = run_job(job)
             except RequestError as error:
                 answer = error
             pipe.send(answer)

@@ -1,11 +1,11 @@
-"""Starting processes that do one thing and speak through a pipe."""
+"""Starting child processes that communicate through a pipe."""
 
 import contextlib
 import subprocess
 import sys
 from multiprocessing.connection import Connection, Pipe
 
-# Not multiprocessing.Process: that would run the user's main module again and start a helper process of its own.
+# Not multiprocessing.Process: that runs the user's main module again and starts a helper process.
 _CODE = """\
 import sys
 from importlib import import_module
@@ -20,11 +20,11 @@ def start_child(module: str, name: str, first: object) -> tuple[subprocess.Popen
     """Run `run_child(pipe)` of a module in a process of its own.
 
     Args:
-        name: told in its command line.
-        first: what the child finds in its pipe.
+        name: shown in its command line.
+        first: the first message in its pipe.
 
     Returns:
-        The process, and this end of the pipe. If the child is gone already, whoever reads the pipe learns of it.
+        The process, and this end of the pipe. If the child has ended already, reading the pipe raises EOFError.
     """
     pipe, end = Pipe()
     try:

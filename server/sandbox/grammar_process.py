@@ -45,7 +45,7 @@ class GrammarProcesses:
             kept = self._kept.get(key)
             if kept is not None:
                 return kept
-            grammar: Grammar = self._processes.do(wanted)
+            grammar: Grammar = self._processes.run_job(wanted)
         except CutOffError as error:
             raise RequestError(f"compiling the schema, regular expression or grammar {error}; make it simpler "
                                "(--structured-outputs-timeout)",

@@ -1,4 +1,4 @@
-"""Chat templates in processes of their own: they are code out of model files, and clients choose what it loops over."""
+"""Chat templates in separate processes: they are code from model files, and clients choose what it loops over."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +9,13 @@ from jaxpaged.text.chat_template import ChatTemplate, TemplateJob
 
 
 class TemplateProcesses:
-    """Renders conversations, as many at once as there are processes. May be called from several threads.
+    """Renders conversations, each in one of several processes. May be called from several threads.
 
     Args:
-        template: of the model.
-        timeout: seconds that one conversation may take.
-        memory: bytes that it may take.
-        count: of processes.
+        template: the model's.
+        timeout: seconds per conversation.
+        memory: bytes per conversation.
+        count: number of processes.
     """
 
     def __init__(self, template: ChatTemplate, *, timeout: float, memory: int, count: int) -> None:
@@ -26,10 +26,10 @@ class TemplateProcesses:
         """The text of the prompt.
 
         Raises:
-            RequestError: the template refuses the messages, or its time or memory is up.
+            RequestError: the template refuses the messages, or exceeds its time or memory.
         """
         try:
-            text: str = self._processes.do(job)
+            text: str = self._processes.run_job(job)
         except CutOffError as error:
             raise RequestError(f"the chat template {error} on these messages "
                                "(--chat-template-timeout)", param="messages") from None
@@ -38,7 +38,7 @@ class TemplateProcesses:
         return text
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         self._processes.close()
 
 

@@ -30,7 +30,7 @@ from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionR
 
 
 def read(kind: Any = CompletionRequest, **fields: Any) -> Any:
-    return BodyReader().read(kind, json.dumps(fields).encode())
+    return BodyReader().read_body(kind, json.dumps(fields).encode())
 
 
 def params(kind: Any = CompletionRequest, default: int | None = 16, **fields: Any) -> SamplingParams:
@@ -50,7 +50,7 @@ def params(kind: Any = CompletionRequest, default: int | None = 16, **fields: An
 ])
 def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader().read(CompletionRequest, body)
+        BodyReader().read_body(CompletionRequest, body)
     assert error_status(caught.value) == 400
     assert "JSON" in caught.value.message and len(caught.value.message) < 200
 
@@ -63,7 +63,7 @@ def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> 
 def test_a_body_that_takes_long_to_read_is_refused_at_once(body: bytes) -> None:
     began = time.process_time()
     with pytest.raises(RequestError, match="more than") as caught:
-        BodyReader().read(CompletionRequest, body)
+        BodyReader().read_body(CompletionRequest, body)
     assert error_status(caught.value) == 400 and time.process_time() - began < 0.5  # it is a tenth of that
 
 
@@ -157,15 +157,15 @@ def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     reader = BodyReader()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            reader.read(CompletionRequest, b'{"prompt":"x","frobnicate":1,"user":"me","tools":null,"stream":true,'
+            reader.read_body(CompletionRequest, b'{"prompt":"x","frobnicate":1,"user":"me","tools":null,"stream":true,'
                                            b'"stream_options":{"include_usage":true,"include_weather":true}}')
-            reader.read(ChatCompletionRequest, json.dumps({"messages": [
+            reader.read_body(ChatCompletionRequest, json.dumps({"messages": [
                 {"role": "assistant", "content": [{"type": "text", "text": "x", "cache_control": {}}], "refusal": None,
                  "annotations": [], "audio": None, "weight": None, "tool_calls": [
                      {"id": "a", "type": "function", "index": 0, "extra": 1,
                       "function": {"name": "f", "arguments": "{}", "strict": True}}]}] * 2}).encode())
         for number in range(1000):
-            reader.read(CompletionRequest, b'{"field%d": 1}' % number)
+            reader.read_body(CompletionRequest, b'{"field%d": 1}' % number)
     lines = [record.getMessage() for record in caplog.records]
     assert sum("frobnicate" in line for line in lines) == 1
     for name in ("stream_options.include_weather", "messages[].annotations", "messages[].content[].cache_control",
@@ -308,7 +308,7 @@ def test_a_reader_that_does_not_read_costs_little() -> None:
         stream.running["a"] = 1
         for number in range(10_000):
             stream.put(piece("a", 0, "x", (number,)))
-        assert sum(map(len, stream._news.values())) < 100
+        assert sum(map(len, stream._new_outputs.values())) < 100
         stream.put(piece("a", 0, "end", (), "stop"))
         stream.end("a")
         [output] = await stream.get_all()

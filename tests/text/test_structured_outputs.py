@@ -130,7 +130,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_all_names_of_the_field(kind: Any, fields: dict[str, Any], wanted: dict[str, Any] | None) -> None:
-    body = BodyReader().read(kind, json.dumps(fields).encode())
+    body = BodyReader().read_body(kind, json.dumps(fields).encode())
     expected = None if wanted is None else StructuredOutputsParams(**wanted)
     assert body.sampling_params(None, {}).structured_outputs == expected
 
@@ -147,14 +147,14 @@ def test_all_names_of_the_field(kind: Any, fields: dict[str, Any], wanted: dict[
 ])
 def test_fields_that_cannot_work(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        BodyReader().read(CompletionRequest, json.dumps(fields).encode()).sampling_params(None, {})
+        BodyReader().read_body(CompletionRequest, json.dumps(fields).encode()).sampling_params(None, {})
     assert caught.value.param == param
 
 
 def test_an_old_name_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     reader = BodyReader()
     for _ in range(3):
-        reader.read(CompletionRequest, b'{"guided_regex": "a"}')
+        reader.read_body(CompletionRequest, b'{"guided_regex": "a"}')
     [line] = [record.getMessage() for record in caplog.records]
     assert "structured_outputs" in line
 
