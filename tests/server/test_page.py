@@ -82,7 +82,7 @@ def test_the_page_is_one_file_that_loads_nothing(server: LiveServer) -> None:
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     text = answer.text
     assert not re.search(r"https?://|stylesheet|\bsrc=|@import|innerHTML|outerHTML|document\.write|\beval\b", text)
-    assert text == (ROOT / "server" / "page.html").read_text()
+    assert text == (ROOT / "server" / "routes" / "page.html").read_text()
 
 
 # In a browser
