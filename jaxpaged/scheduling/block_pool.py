@@ -1,217 +1,156 @@
-"""Which blocks are free and how many owners each has.
+"""The KV blocks of a pool: which are free, how many requests reference each, and what content each has cached.
 
-Block 0 is the null block: padding rows write there and nobody owns it. A free block may still hold content that
-somebody might ask for again; such blocks are handed out last, the one that has been free longest first.
+Block 0 is the null block: padding rows write there and no request references it. The content of a full block can be
+cached under its hash, and stays cached while the block is free, until the block is needed for something else. Free
+blocks without cached content are used first, then the ones with, the one that has been free longest first.
 """
 
-from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
-
-from jaxpaged.scheduling.request import Request
+from collections.abc import Iterable, Sequence
 
 NULL_BLOCK = 0
 
+BlockHash = bytes
+
 
 class BlockPool:
-    """Hands out the blocks of one pool and takes them back.
+    """Hands out blocks and finds cached ones.
 
     Args:
         num_blocks: blocks in the pool, the null block included.
 
     Attributes:
-        on_evict: called with each kept block that is handed out for something else, before it is.
+        evicted: hashes and blocks of content lost since the owner of the pool last cleared this list.
     """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
-        self.on_evict: Callable[[int], None] = lambda block: None
-        self._free = deque(range(1, num_blocks))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # free, with content; least recently freed first
-        self._has_content = bytearray(num_blocks)
-        self._owners = [0] * num_blocks
+        self.evicted: list[tuple[BlockHash, int]] = []
+        self._free = deque(range(1, num_blocks))  # without cached content
+        self._free_cached: OrderedDict[int, None] = OrderedDict()  # with cached content; least recently freed first
+        self._ref_counts = [0] * num_blocks
         self._num_references = 0
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
 
     @property
     def num_usable(self) -> int:
-        """Blocks that requests can own."""
+        """Blocks that requests can reference: all but the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks without owners, with content or without."""
-        return len(self._free) + len(self._kept)
+        """Blocks without references, with cached content or without."""
+        return len(self._free) + len(self._free_cached)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks with content."""
-        return len(self._kept)
+        """Free blocks with cached content."""
+        return len(self._free_cached)
 
     @property
     def num_used(self) -> int:
+        """Blocks with references."""
         return self.num_usable - self.num_free
 
     @property
     def num_references(self) -> int:
-        """Owners of all blocks together."""
+        """References to all blocks together."""
         return self._num_references
 
     @property
     def num_shared(self) -> int:
-        """Blocks that sharing saves: owners beyond each block's first."""
+        """Blocks that sharing saves: references beyond each block's first."""
         return self._num_references - self.num_used
 
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
     def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free) + len(self._kept)
+        return count <= len(self._free) + len(self._free_cached)
 
     def get_new_blocks(self, count: int) -> list[int]:
-        """Take `count` blocks with one owner each; all or none.
-
-        Returns:
-            The block ids. The caller has asked `can_allocate` first.
-        """
+        """Take `count` free blocks, one reference each. The caller has checked `can_allocate`."""
         assert self.can_allocate(count), f"asked for {count} blocks, {self.num_free} are free"
         blocks = [self._free.popleft() for _ in range(min(count, len(self._free)))]
         while len(blocks) < count:
-            block, _ = self._kept.popitem(last=False)
-            self.on_evict(block)
-            self._has_content[block] = False
+            block, _ = self._free_cached.popitem(last=False)
+            self.evicted.append((self._uncache(block), block))
             blocks.append(block)
         for block in blocks:
-            self._owners[block] = 1
+            self._ref_counts[block] = 1
         self._num_references += count
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Add an owner to each of these blocks, which have owners or content."""
+        """Add a reference to each of these blocks, which have references or cached content."""
         for block in blocks:
-            if not self._owners[block]:
-                assert self._has_content[block], f"block {block} has no owner to share with, and no content"
-                del self._kept[block]
-            self._owners[block] += 1
+            if not self._ref_counts[block]:
+                assert block in self._free_cached, f"block {block} has no references and no cached content"
+                del self._free_cached[block]
+            self._ref_counts[block] += 1
             self._num_references += 1
 
-    def ref_count(self, block: int) -> int:
-        return self._owners[block]
-
     def free_blocks(self, blocks: Sequence[int]) -> None:
-        """Drop one owner of each; blocks without owners become free, the last of a table first."""
+        """Drop one reference to each; blocks without references become free, the last of a table first."""
         for block in reversed(blocks):
-            assert self._owners[block] > 0, f"block {block} is freed without an owner"
-            self._owners[block] -= 1
+            assert self._ref_counts[block] > 0, f"block {block} is freed without a reference"
+            self._ref_counts[block] -= 1
             self._num_references -= 1
-            if self._owners[block] == 0:
-                if self._has_content[block]:
-                    self._kept[block] = None
+            if self._ref_counts[block] == 0:
+                if block in self._hash_of:
+                    self._free_cached[block] = None
                 else:
                     self._free.append(block)
 
-    def keep(self, block: int) -> None:
-        """Note that an owned block holds content worth keeping once it is free."""
-        assert self._owners[block] > 0, f"block {block} has no owner"
-        self._has_content[block] = True
+    def get_cached_block(self, block_hash: BlockHash) -> int | None:
+        """The block with this content."""
+        return self._block_of.get(block_hash)
 
-    def discard(self, block: int) -> None:
-        """Note that nobody will ask for a block's content any more."""
-        self._has_content[block] = False
-        if block in self._kept:
-            del self._kept[block]
+    def cache_block(self, block: int, block_hash: BlockHash) -> None:
+        """Make the content of a referenced block available; does nothing where another block has the same content."""
+        assert self._ref_counts[block] > 0, f"block {block} has no references"
+        if self._block_of.setdefault(block_hash, block) == block:
+            self._hash_of[block] = block_hash
+
+    def drop_cached(self, block: int) -> None:
+        """Forget the content of a block, which nobody can ask for any more."""
+        self._uncache(block)
+        if block in self._free_cached:
+            del self._free_cached[block]
             self._free.append(block)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of all blocks."""
+        self._block_of.clear()
+        self._hash_of.clear()
+        self._free.extend(self._free_cached)
+        self._free_cached.clear()
+        self.evicted.clear()
+
     def state_codes(self) -> str:
-        """What each block but the null block is used for, as `PoolState` spells it."""
-        codes = bytearray(b"fos"[min(owners, 2)] for owners in self._owners)
-        for block in self._kept:
+        """A character per block, the null block excluded, as in `PoolState`."""
+        codes = bytearray(b"fos"[min(count, 2)] for count in self._ref_counts)
+        for block in self._free_cached:
             codes[block] = ord("c")
         return codes[NULL_BLOCK + 1:].decode()
 
-    def blocks_with_content(self) -> set[int]:
-        """Blocks, free or not, whose content is kept."""
-        return {block for block in range(self.num_blocks) if self._has_content[block]}
-
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Assert that the books agree with the tables of all live requests: every owner counted, no block lost."""
-        owners = Counter(block for table in block_tables for block in table)
-        free = {*self._free, *self._kept}
+        """Assert that the bookkeeping agrees with the tables of all live requests: no reference or block is lost."""
+        references = Counter(block for table in block_tables for block in table)
+        free = {*self._free, *self._free_cached}
         assert len(free) == self.num_free, "a block is free twice"
-        assert NULL_BLOCK not in free and owners[NULL_BLOCK] == 0, "the null block is in use"
-        assert all(self._has_content[block] for block in self._kept), "a kept block has no content"
-        assert not any(self._has_content[block] for block in self._free), "a block with content is among the empty ones"
-        assert self._num_references == sum(self._owners), "owners are miscounted"
+        assert NULL_BLOCK not in free and references[NULL_BLOCK] == 0, "the null block is in use"
+        assert {key: block for block, key in self._hash_of.items()} == self._block_of, "two blocks have one hash"
+        assert self._free_cached.keys() == self._hash_of.keys() & free, "free blocks are in the wrong queue"
+        assert self._num_references == sum(self._ref_counts), "references are miscounted"
         for block in range(1, self.num_blocks):
-            count = self._owners[block]
-            assert count == owners[block], f"block {block}: {count} owners on the books, {owners[block]} in the tables"
-            assert (count == 0) == (block in free), f"block {block}: {count} owners, free is {block in free}"
+            count = self._ref_counts[block]
+            assert count == references[block], f"block {block}: ref_count {count}, in {references[block]} tables"
+            assert (count == 0) == (block in free), f"block {block}: ref_count {count}, free is {block in free}"
 
-
-Key = bytes
-_KEY_BYTES = 32
-
-
-class PrefixCache:
-    """Keys of blocks and blocks of keys. Who owns a block, and when one is evicted, is the allocator's business.
-
-    Args:
-        block_size: tokens in a block.
-        private: no two requests have equal keys; what a preempted one has computed is still found by itself.
-    """
-
-    def __init__(self, block_size: int, *, private: bool = False) -> None:
-        self._block_size = block_size
-        self._private = private
-        self._blocks: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}
-        self._generation = 0
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def key(self, request: Request, index: int) -> Key:
-        """The key of a request's block, whose tokens are all known; each is computed once in a request's life."""
-        keys, size = request.block_hashes, self._block_size
-        while len(keys) <= index:
-            start = len(keys) * size
-            tokens = request.token_ids[start : start + size]
-            assert len(tokens) == size, f"block {len(keys)} of {request.request_id} is not full"
-            parent = keys[-1] if keys else self._root(request)
-            keys.append(blake2b(parent + array("i", tokens).tobytes(), digest_size=_KEY_BYTES).digest())
-        return keys[index]
-
-    def get(self, key: Key) -> int | None:
-        """The block with this key."""
-        return self._blocks.get(key)
-
-    def add(self, key: Key, block: int) -> bool:
-        """Note what a block holds; False, and nothing noted, where another block holds the same."""
-        if self._blocks.setdefault(key, block) != block:
-            return False
-        self._keys[block] = key
-        return True
-
-    def remove(self, block: int) -> Key:
-        """Forget a block that gets other content; the key that it had."""
-        key = self._keys.pop(block)
-        del self._blocks[key]
-        return key
-
-    def reset(self) -> list[int]:
-        """Forget everything: no key made so far is ever equal to one made later. Returns the blocks that had keys."""
-        blocks = list(self._keys)
-        self._blocks.clear()
-        self._keys.clear()
-        self._generation += 1
-        return blocks
-
-    def check_integrity(self, blocks: set[int]) -> None:
-        """Assert that exactly these blocks have keys, each its own."""
-        assert self._keys.keys() == blocks, f"blocks with keys {sorted(self._keys)}, with content {sorted(blocks)}"
-        assert {key: block for block, key in self._keys.items()} == self._blocks, "two blocks have one key"
-
-    def _root(self, request: Request) -> Key:
-        salt = request.message.cache_salt
-        if self._private:
-            return blake2b(b"%d own %d" % (self._generation, request.order), digest_size=_KEY_BYTES).digest()
-        start = b"plain" if salt is None else b"salt " + salt.encode("utf-8", "surrogatepass")
-        return blake2b(b"%d %b" % (self._generation, start), digest_size=_KEY_BYTES).digest()
+    def _uncache(self, block: int) -> BlockHash:
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        return block_hash

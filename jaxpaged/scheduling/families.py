@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxpaged.core.messages import EngineRequest
-from jaxpaged.scheduling.planner import Admission, StepPlanner
+from jaxpaged.scheduling.planner import StepPlanner
 from jaxpaged.scheduling.queues import Queues
 from jaxpaged.scheduling.request import Family, Request
 
@@ -34,14 +34,13 @@ class Branch(NamedTuple):
 class Families:
     """All families of a scheduler."""
 
-    def __init__(self, queues: Queues, planner: StepPlanner, admission: Admission) -> None:
+    def __init__(self, queues: Queues, planner: StepPlanner) -> None:
         self._queues = queues
         self._planner = planner
-        self._admission = admission
         self._families: list[Family] = []
 
-    def begin(self, message: EngineRequest, orders: Sequence[int]) -> Request:
-        """The first member of a family that can have as many as there are arrival numbers `orders`."""
+    def add_family(self, message: EngineRequest, orders: Sequence[int]) -> Request:
+        """The first member of a new family, which can have one member for each of the arrival numbers `orders`."""
         family = Family(free_orders=list(orders[1:]))
         self._families.append(family)
         return self._member(family, message, orders[0])
@@ -50,7 +49,7 @@ class Families:
         """A member's next logits are computed: pause it."""
         request.paused = True
         if request.slot == -1:  # preempted meanwhile
-            self._queues.waiting.remove(request)
+            self._queues.waiting.remove_request(request)
 
     def resume(self, branches: Iterable[Branch]) -> None:
         """Append tokens to paused members; each of them continues with one token itself."""
@@ -71,8 +70,8 @@ class Families:
         for parent, token in others:
             parent.resume(token)
             if parent.slot == -1:
-                self._queues.waiting.add(parent)
-        self._admission.fork_paused(forks)
+                self._queues.waiting.add_request(parent)
+        self._planner.admit_branches(forks)
 
     def take_turns(self) -> None:
         """Before a step: paused members make room for waiting members of their family."""
@@ -82,8 +81,8 @@ class Families:
                     if member.paused and member.slot >= 0:
                         self._planner.stop(member)
 
-    def remove(self, request: Request) -> None:
-        """A member has ended."""
+    def remove_member(self, request: Request) -> None:
+        """Remove a request that has ended from its family, if it has one."""
         family = request.family
         if family is not None:
             family.members.remove(request)

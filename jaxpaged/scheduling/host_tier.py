@@ -9,12 +9,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxpaged.scheduling.block_pool import Key
+from jaxpaged.scheduling.block_pool import BlockHash
 
 
 @dataclass(frozen=True, slots=True)
 class SaveBlocks:
-    """Copy these blocks to host memory as segment `segment`."""
+    """Copy these blocks to host memory as segment number `segment`."""
 
     segment: int
     blocks: tuple[int, ...]
@@ -22,7 +22,7 @@ class SaveBlocks:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """Copy rows of a segment to blocks: `blocks` has one for each row of the segment, the null block where none is."""
+    """Copy a segment to blocks: `blocks` has one for each row of the segment, the null block for rows to skip."""
 
     segment: int
     blocks: tuple[int, ...]
@@ -30,7 +30,7 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A block's place in host memory: a row of a segment of `size` rows."""
+    """A block in host memory: a row of a segment of `size` rows."""
 
     segment: int
     row: int
@@ -38,7 +38,7 @@ class HostBlock:
 
 
 class HostTier:
-    """The books on host memory; who moves the bytes is told what to do.
+    """The bookkeeping of host memory; the model runner moves the bytes.
 
     Args:
         capacity: blocks that fit.
@@ -49,78 +49,78 @@ class HostTier:
         assert transfer_sizes[-1] == 1, f"segments of {transfer_sizes} cannot hold any number of blocks"
         self._capacity = capacity
         self._transfer_sizes = tuple(transfer_sizes)
-        self._places: dict[Key, HostBlock] = {}
-        self._segments: OrderedDict[int, tuple[Key, ...]] = OrderedDict()
-        self._pins: Counter[Key] = Counter()
+        self._blocks: dict[BlockHash, HostBlock] = {}
+        self._segments: OrderedDict[int, tuple[BlockHash, ...]] = OrderedDict()  # least recently used first
+        self._pins: Counter[BlockHash] = Counter()
         self._num_segments = 0
         self.num_used = 0
 
-    def get(self, key: Key) -> HostBlock | None:
-        """Where the block with this key is."""
-        return self._places.get(key)
+    def get(self, block_hash: BlockHash) -> HostBlock | None:
+        """The copy of the block with this hash."""
+        return self._blocks.get(block_hash)
 
-    def use(self, place: HostBlock) -> None:
-        """Note that a segment is used now."""
-        self._segments.move_to_end(place.segment)
+    def touch(self, block: HostBlock) -> None:
+        """Mark a block's segment as the most recently used."""
+        self._segments.move_to_end(block.segment)
 
-    def pin(self, keys: Iterable[Key]) -> None:
-        """Keep these blocks, there already or to come, until `unpin`."""
-        self._pins.update(keys)
+    def pin(self, hashes: Iterable[BlockHash]) -> None:
+        """Do not drop these blocks, saved already or later, until `unpin`."""
+        self._pins.update(hashes)
 
-    def unpin(self, keys: Iterable[Key]) -> None:
+    def unpin(self, hashes: Iterable[BlockHash]) -> None:
         """Undo a `pin`."""
-        self._pins.subtract(keys)
+        self._pins.subtract(hashes)
         self._pins = +self._pins
 
-    def save(self, evicted: Sequence[tuple[Key, int]]) -> tuple[list[SaveBlocks], list[int]]:
-        """Make room for blocks, given with their keys, and note where they go; what does not fit is not saved.
+    def save(self, evicted: Sequence[tuple[BlockHash, int]]) -> tuple[list[SaveBlocks], list[int]]:
+        """Record evicted blocks, pinned ones first, dropping others for them; what does not fit is not saved.
 
         Returns:
-            What to save, and the segments to drop.
+            What to save, and the segments to drop afterwards.
         """
-        new = [(key, block) for key, block in evicted if key not in self._places]
-        wanted = [item for item in new if self._pins[item[0]]] + [item for item in new if not self._pins[item[0]]]
-        dropped = self._make_room(min(len(wanted), self._capacity))
+        new = [item for item in evicted if item[0] not in self._blocks]
+        new.sort(key=lambda item: not self._pins[item[0]])
+        dropped = self._make_room(min(len(new), self._capacity))
         saves = []
-        while wanted and self.num_used < self._capacity:
-            room = min(len(wanted), self._capacity - self.num_used)
+        while new and self.num_used < self._capacity:
+            room = min(len(new), self._capacity - self.num_used)
             size = next(size for size in self._transfer_sizes if size <= room)
-            segment, wanted = wanted[:size], wanted[size:]
-            saves.append(SaveBlocks(self._num_segments, tuple(block for _, block in segment)))
-            self._segments[self._num_segments] = tuple(key for key, _ in segment)
-            for row, (key, _) in enumerate(segment):
-                self._places[key] = HostBlock(self._num_segments, row, size)
+            rows, new = new[:size], new[size:]
+            saves.append(SaveBlocks(self._num_segments, tuple(block for _, block in rows)))
+            self._segments[self._num_segments] = tuple(block_hash for block_hash, _ in rows)
+            for row, (block_hash, _) in enumerate(rows):
+                self._blocks[block_hash] = HostBlock(self._num_segments, row, size)
             self._num_segments += 1
             self.num_used += size
         return saves, dropped
 
     def reset(self) -> list[int]:
-        """Forget everything; the segments to drop."""
+        """Forget everything. Returns the segments to drop."""
         dropped = list(self._segments)
         self._segments.clear()
-        self._places.clear()
+        self._blocks.clear()
         self._pins.clear()
         self.num_used = 0
         return dropped
 
     def check_integrity(self) -> None:
-        """Assert that the books agree."""
+        """Assert that blocks, segments and their number agree."""
         assert 0 <= self.num_used == sum(map(len, self._segments.values())) <= self._capacity
-        rows = {key: HostBlock(segment, row, len(keys)) for segment, keys in self._segments.items()
-                for row, key in enumerate(keys)}
-        assert rows == self._places, "a block is in host memory twice, or nowhere"
+        rows = {block_hash: HostBlock(segment, row, len(hashes)) for segment, hashes in self._segments.items()
+                for row, block_hash in enumerate(hashes)}
+        assert rows == self._blocks, "a block is in host memory twice, or nowhere"
 
     def _make_room(self, count: int) -> list[int]:
         dropped: list[int] = []
         excess = self.num_used + count - self._capacity
-        for segment, keys in self._segments.items():
+        for segment, hashes in self._segments.items():
             if excess <= 0:
                 break
-            if not any(self._pins[key] for key in keys):
+            if not any(self._pins[block_hash] for block_hash in hashes):
                 dropped.append(segment)
-                excess -= len(keys)
+                excess -= len(hashes)
         for segment in dropped:
-            for key in self._segments.pop(segment):
-                del self._places[key]
+            for block_hash in self._segments.pop(segment):
+                del self._blocks[block_hash]
                 self.num_used -= 1
         return dropped

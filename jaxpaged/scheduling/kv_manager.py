@@ -1,23 +1,24 @@
-"""Which blocks each request owns: shared prefixes first, then blocks of its own as it grows."""
+"""Which blocks each request references: a cached prefix first, then new blocks as the request grows."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockPool, Key, PrefixCache
+from jaxpaged.scheduling.block_hash import BlockHasher
+from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockHash, BlockPool
 from jaxpaged.scheduling.host_tier import HostBlock, HostTier, LoadBlocks, SaveBlocks
 from jaxpaged.scheduling.request import Request
 
-NOT_SHARED = 2**62  # more blocks than any table has: the cache knows all of them, so it is told of none
+NEVER_CACHED = 2**62  # as `num_cached_blocks`, more than any table has: no further block of the request is cached
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What holds the beginning of a request.
+    """The cached prefix of a waiting request.
 
     Attributes:
-        blocks: one after the other; the null block where it is to be brought back from host memory.
-        num_free: how many of the blocks are free until the request takes them.
-        on_host: where those are that have to be brought back, in order.
+        blocks: in order of position; the null block where the content has to be loaded from host memory.
+        num_free: number of these blocks that are free now.
+        on_host: host blocks to load, in order.
     """
 
     blocks: tuple[int, ...] = ()
@@ -48,14 +49,13 @@ NO_TRANSFERS = Transfers()
 class KVManager:
     """The block tables of all requests.
 
-    A block's content is known to the prefix cache as soon as the step that writes it is planned for good: steps run in
-    order on the device, so whoever reads it in a later step reads what was written.
+    A block's content is cached as soon as the step that writes it is final: steps run in order on the device, so a
+    later step reads what was written.
 
     Args:
-        pool: the pool's blocks.
         block_size: tokens in a block.
-        prefix_caching: share the blocks of equal beginnings.
-        host: keeps evicted blocks.
+        prefix_caching: share the blocks of equal prefixes.
+        host: saves evicted blocks.
     """
 
     def __init__(
@@ -63,48 +63,46 @@ class KVManager:
     ) -> None:
         self.pool = pool
         self.block_size = block_size
-        self._shared = prefix_caching
+        self._prefix_caching = prefix_caching
         self._host = host
-        self._cache = PrefixCache(block_size, private=not prefix_caching) if prefix_caching or host else None
-        # Of the step being planned: blocks that its chunks fill, by key, and whose chunks they are.
-        self._planned: dict[Key, int] = {}
+        self._caches = prefix_caching or host is not None
+        self._hash_block = BlockHasher(block_size, private=not prefix_caching).hash_block
+        # Of the step being planned: blocks that its chunks fill, by hash, and whose chunks they are.
+        self._planned: dict[BlockHash, int] = {}
         self._writers: dict[int, Request] = {}
         self._copies: list[tuple[int, int]] = []
-        self._evicted: list[tuple[Key, int]] = []
         self._loads: list[tuple[HostBlock, int]] = []
-        self._saves: list[SaveBlocks] = []
         self._drops: list[int] = []
-        # Kept up to date, so that a step need not ask each running request.
-        self._num_computed = 0  # tokens of all requests that own blocks
+        # Updated with each change, so that `kv_slots` need not visit every running request.
+        self._num_computed_tokens = 0
         self._tail_sharers: set[Request] = set()
         self.num_saved = self.num_loaded = 0
-        pool.on_evict = self._forget
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def num_missing(self, request: Request, count: int) -> int:
-        """Blocks to take before `count` more tokens of a running request can be computed."""
+    def num_new_blocks(self, request: Request, count: int) -> int:
+        """Blocks to allocate before `count` more tokens of a running request can be computed."""
         missing = max(0, -(-(request.num_computed_tokens + count) // self.block_size) - len(request.block_table))
         return missing + 1 if request.shares_tail and count and self._tail_is_shared(request) else missing
 
-    def take(self, request: Request, blocks: int) -> None:
-        """Take so many blocks, which are free, for further tokens; the first one for a copy of a shared last block."""
-        taken = self.pool.get_new_blocks(blocks)
+    def allocate(self, request: Request, blocks: int) -> None:
+        """Allocate free blocks for further tokens; the first one replaces a shared last block by a copy."""
+        new = self.pool.get_new_blocks(blocks)
         if request.shares_tail and self._tail_is_shared(request):
             tail = request.block_table[-1]
-            self._copies.append((tail, taken[0]))
+            self._copies.append((tail, new[0]))
             self.pool.free_blocks([tail])
-            request.block_table[-1] = taken.pop(0)
+            request.block_table[-1] = new.pop(0)
             request.table_changed = True
         if request.shares_tail:
             request.shares_tail = False
             self._tail_sharers.remove(request)
-        request.block_table.extend(taken)
+        request.block_table.extend(new)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let `child` own all blocks of a running request; whoever first writes to the last one gets a copy of it."""
+        """Share all blocks of a running request with `child`; the first to write to the last block copies it."""
         self.pool.touch(parent.block_table)
         child.block_table = list(parent.block_table)
         child.num_computed_tokens, child.num_cached_blocks = parent.num_computed_tokens, parent.num_cached_blocks
@@ -113,150 +111,138 @@ class KVManager:
         if parent.num_computed_tokens % self.block_size:
             parent.shares_tail = child.shares_tail = True
             self._tail_sharers |= {parent, child}
-        self._num_computed += child.num_computed_tokens
+        self._num_computed_tokens += child.num_computed_tokens
 
     def drain_transfers(self) -> Transfers:
         """What has to be moved before the next step writes anything."""
-        if not (self._evicted or self._copies or self._loads or self._drops):
+        evicted, saves = self.pool.evicted, list[SaveBlocks]()
+        if not (evicted or self._copies or self._loads or self._drops):
             return NO_TRANSFERS
         if self._host is not None:
-            saves, drops = self._host.save(self._evicted)
-            self._saves += saves
+            saves, drops = self._host.save(evicted)
             self._drops += drops
-        transfers = Transfers(tuple(self._saves), tuple(self._copies), self._grouped_loads(), tuple(self._drops))
-        self.num_saved += sum(len(save.blocks) for save in transfers.saves)
+        transfers = Transfers(tuple(saves), tuple(self._copies), self._grouped_loads(), tuple(self._drops))
+        self.num_saved += sum(len(save.blocks) for save in saves)
         self.num_loaded += len(self._loads)
-        for done in (self._evicted, self._saves, self._copies, self._loads, self._drops):
+        for done in (evicted, self._copies, self._loads, self._drops):
             done.clear()
         return transfers
 
-    def _grouped_loads(self) -> tuple[LoadBlocks, ...]:
-        """One load for each segment."""
-        targets: dict[int, list[int]] = {}
-        for place, block in self._loads:
-            targets.setdefault(place.segment, [NULL_BLOCK] * place.size)[place.row] = block
-        return tuple(LoadBlocks(segment, tuple(blocks)) for segment, blocks in targets.items())
-
-    def _tail_is_shared(self, request: Request) -> bool:
-        return self.pool.ref_count(request.block_table[-1]) > 1
-
     def find_prefix(self, request: Request) -> Prefix:
-        """The longest beginning of a waiting request that blocks hold or a chunk planned for this step will fill.
+        """The longest prefix of a waiting request that is cached or that a chunk planned for this step will fill.
 
-        Its last token stays to be computed: somebody has to give the logits.
+        Its last token is never part of it: a step has to compute the logits.
         """
-        if self._cache is None or request.message.skip_prefix_read:
+        if not self._caches or request.message.skip_prefix_read:
             return Prefix()
         blocks: list[int] = []
         on_host: list[HostBlock] = []
         for index in range((len(request.token_ids) - 1) // self.block_size):
-            key = self._cache.key(request, index)
-            block = self._cache.get(key)
+            block_hash = self._hash_block(request, index)
+            block = self.pool.get_cached_block(block_hash)
             if block is None:
-                block = self._planned.get(key)
+                block = self._planned.get(block_hash)
             if block is None:
-                place = self._host.get(key) if self._host else None
-                if place is None:
+                host_block = self._host.get(block_hash) if self._host else None
+                if host_block is None:
                     break
-                on_host.append(place)
+                on_host.append(host_block)
                 block = NULL_BLOCK
             blocks.append(block)
         num_free = sum(block != NULL_BLOCK and not self.pool.ref_count(block) for block in blocks)
         return Prefix(tuple(blocks), num_free, tuple(on_host))
 
     def num_needed(self, request: Request, prefix: Prefix) -> int:
-        """Free blocks that a waiting request takes, all its tokens computed, if it begins with `prefix`."""
+        """Free blocks that a waiting request with this cached prefix needs for all the tokens it has."""
         return self.blocks_for(request.num_tokens) - len(prefix.blocks) + len(prefix.on_host) + prefix.num_free
 
-    def begin(self, request: Request, prefix: Prefix) -> set[Request]:
-        """Let a request own its prefix, which counts as computed.
+    def allocate_prefix(self, request: Request, prefix: Prefix) -> set[Request]:
+        """Give an admitted request its cached prefix, which counts as computed.
 
         Returns:
             Requests whose chunks, planned for this step, fill blocks of it.
         """
-        self.unpin(request)
+        self._unpin(request)
         blocks = list(prefix.blocks)
         self.pool.touch(block for block in blocks if block != NULL_BLOCK)
         if prefix.on_host:
-            assert self._cache is not None and self._host is not None
+            assert self._host is not None
             indices = [index for index, block in enumerate(blocks) if block == NULL_BLOCK]
-            taken = self.pool.get_new_blocks(len(indices))
-            for index, block, place in zip(indices, taken, prefix.on_host, strict=True):
+            new = self.pool.get_new_blocks(len(indices))
+            for index, block, host_block in zip(indices, new, prefix.on_host, strict=True):
                 blocks[index] = block
-                self._loads.append((place, block))
-                self._host.use(place)
-                if self._cache.add(self._cache.key(request, index), block):
-                    self.pool.keep(block)
+                self._loads.append((host_block, block))
+                self._host.touch(host_block)
+                self.pool.cache_block(block, self._hash_block(request, index))
         request.block_table = blocks
         request.num_cached_blocks = len(prefix.blocks)
         request.num_computed_tokens = len(prefix.blocks) * self.block_size
-        self._num_computed += request.num_computed_tokens
+        self._num_computed_tokens += request.num_computed_tokens
         request.table_changed = bool(prefix.blocks)
         return {self._writers[block] for block in prefix.blocks if block in self._writers}
 
-    def plan(self, request: Request, count: int) -> None:
-        """Note the blocks that a chunk of `count` tokens of a prompt will fill, if the step stays as it is planned."""
-        if self._cache is None:
+    def plan_blocks(self, request: Request, count: int) -> None:
+        """Let later admissions of this step share the blocks that a planned chunk of `count` prompt tokens fills."""
+        if not self._caches:
             return
         end = min(request.num_computed_tokens + count, len(request.token_ids))
         for index in range(request.num_cached_blocks, end // self.block_size):
             block = request.block_table[index]
-            if self._planned.setdefault(self._cache.key(request, index), block) == block:
+            if self._planned.setdefault(self._hash_block(request, index), block) == block:
                 self._writers[block] = request
 
-    def fills(self, request: Request, prefix: Prefix) -> bool:
-        """Whether a chunk of this request that is planned for this step fills blocks of the prefix."""
-        return any(self._writers.get(block) is request for block in prefix.blocks)
-
-    def next_key(self, request: Request, count: int) -> tuple[int, Key] | None:
-        """Index and key of the first block that a prompt does not fill with its next tokens; None at its end."""
-        index = (request.num_computed_tokens + count) // self.block_size
-        full = len(request.token_ids) // self.block_size
-        if self._cache is None or request.num_cached_blocks == NOT_SHARED or index >= full:
-            return None
-        return index, self._cache.key(request, index)
-
-    def shares_block(self, request: Request, index: int, key: Key) -> bool:
-        """Whether a waiting request would share the block of this index and key once somebody has computed it."""
-        if self._cache is None or request.message.skip_prefix_read:
-            return False
-        return (index + 1) * self.block_size < len(request.token_ids) and self._cache.key(request, index) == key
-
-    def note_computed(self, request: Request) -> None:
-        """Tell the prefix cache of the blocks that are full of known tokens and written by planned steps."""
-        full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
-        if full <= request.num_cached_blocks or self._cache is None:
-            return
-        for index in range(request.num_cached_blocks, full):
-            block = request.block_table[index]
-            if self._cache.add(self._cache.key(request, index), block):
-                self.pool.keep(block)
-        request.num_cached_blocks = full
-
-    def end_plan(self, num_tokens: int) -> None:
-        """A step of so many tokens is final: what was only planned is forgotten, `note_computed` has told the rest."""
-        self._num_computed += num_tokens
-        self._planned.clear()
-        self._writers.clear()
-
-    def unplan(self, request: Request) -> None:
-        """A request loses its chunk in the step being planned."""
+    def unplan_blocks(self, request: Request) -> None:
+        """Undo `plan_blocks`, and the copy of a last block: the request loses its chunk in the step being planned."""
         if self._copies:
             self._copies = [(source, target) for source, target in self._copies if target not in request.block_table]
         self._planned = {key: block for key, block in self._planned.items() if self._writers[block] is not request}
         self._writers = {block: writer for block, writer in self._writers.items() if writer is not request}
 
-    def release(self, request: Request, *, valid: bool = True) -> None:
-        """Give a request's blocks back; their content stays until they are needed.
+    def fills(self, request: Request, prefix: Prefix) -> bool:
+        """Whether the chunk of this request that is planned for this step fills blocks of the prefix."""
+        return any(self._writers.get(block) is request for block in prefix.blocks)
+
+    def next_block(self, request: Request, count: int) -> tuple[int, BlockHash] | None:
+        """Index and hash of the first block that a prompt does not fill with its next tokens; None at its end."""
+        index = (request.num_computed_tokens + count) // self.block_size
+        full = len(request.token_ids) // self.block_size
+        if not self._caches or request.num_cached_blocks == NEVER_CACHED or index >= full:
+            return None
+        return index, self._hash_block(request, index)
+
+    def shares_block(self, request: Request, index: int, block_hash: BlockHash) -> bool:
+        """Whether a waiting request could share the block with this index and hash once it is computed."""
+        if not self._caches or request.message.skip_prefix_read:
+            return False
+        return (index + 1) * self.block_size < len(request.token_ids) \
+            and self._hash_block(request, index) == block_hash
+
+    def cache_full_blocks(self, request: Request) -> None:
+        """Cache the blocks that are full of known tokens and written by final steps."""
+        full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
+        if full <= request.num_cached_blocks or not self._caches:
+            return
+        for index in range(request.num_cached_blocks, full):
+            self.pool.cache_block(request.block_table[index], self._hash_block(request, index))
+        request.num_cached_blocks = full
+
+    def finish_plan(self, num_tokens: int) -> None:
+        """A step of so many tokens is final; `cache_full_blocks` has cached what it fills."""
+        self._num_computed_tokens += num_tokens
+        self._planned.clear()
+        self._writers.clear()
+
+    def free(self, request: Request, *, cache: bool = True) -> None:
+        """Free a request's blocks; cached content stays until the blocks are needed.
 
         Args:
-            valid: False where what it has computed must not be shared.
+            cache: False where what it has computed must not be shared.
         """
-        if valid:
-            self.note_computed(request)
+        if cache:
+            self.cache_full_blocks(request)
         self.pool.free_blocks(request.block_table)
         request.block_table = []
-        self._num_computed -= request.num_computed_tokens
+        self._num_computed_tokens -= request.num_computed_tokens
         self._tail_sharers.discard(request)
         request.num_computed_tokens = request.num_cached_blocks = 0
         request.shares_tail = request.table_changed = False
@@ -267,43 +253,38 @@ class KVManager:
             request.pinned_hashes = tuple(request.block_hashes)
             self._host.pin(request.pinned_hashes)
 
-    def unpin(self, request: Request) -> None:
-        """Undo `pin`: the request runs again, or has ended."""
-        if request.pinned_hashes and self._host is not None:
-            self._host.unpin(request.pinned_hashes)
-            request.pinned_hashes = ()
-
     def forget(self, request: Request) -> None:
-        """A request has ended: what only itself could share is worth nothing any more."""
-        self.unpin(request)
-        if self._shared or self._cache is None:
+        """A request has ended: drop cached content that no other request can share."""
+        self._unpin(request)
+        if self._prefix_caching or not self._caches:
             return
-        for key in request.block_hashes:
-            block = self._cache.get(key)
+        for block_hash in request.block_hashes:
+            block = self.pool.get_cached_block(block_hash)
             if block is not None:
-                self._cache.remove(block)
-                self.pool.discard(block)
+                self.pool.drop_cached(block)
 
     def reset_prefix_cache(self, requests: Iterable[Request]) -> None:
-        """Forget all content; what the running ones of all live requests have computed is shared with nobody."""
-        if self._cache is None:
+        """Forget all cached content, and cache no further block of the live requests that are running.
+
+        Args:
+            requests: all live requests.
+        """
+        if not self._caches:
             return
-        for block in self._cache.reset():
-            self.pool.discard(block)
+        self.pool.reset_prefix_cache()
         if self._host is not None:
             self._drops += self._host.reset()
-            self._evicted.clear()
         for request in requests:
             request.pinned_hashes = ()
             request.block_hashes.clear()
-            request.num_cached_blocks = NOT_SHARED if request.block_table else 0
+            request.num_cached_blocks = NEVER_CACHED if request.block_table else 0
 
-    def slots(self) -> tuple[int, int]:
-        """KV slots that requests hold, shared ones once, and how many of them are empty.
+    def kv_slots(self) -> tuple[int, int]:
+        """KV slots that requests hold, shared ones once, and the number of empty ones among them.
 
         A slot reserved for a step in flight counts as filled.
         """
-        empty = self.pool.num_references * self.block_size - self._num_computed
+        empty = self.pool.num_references * self.block_size - self._num_computed_tokens
         tails: set[int] = set()
         for request in self._tail_sharers:
             if request.block_table[-1] in tails:
@@ -312,21 +293,27 @@ class KVManager:
         return self.pool.num_used * self.block_size, empty
 
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """Assert that the books agree with the block tables."""
+        """Assert that the bookkeeping agrees with the block tables of all live requests."""
         computed = sum(request.num_computed_tokens for request in requests)
-        assert self._num_computed == computed, f"{self._num_computed} computed tokens on the books, {computed} in fact"
+        assert self._num_computed_tokens == computed, f"{self._num_computed_tokens} counted, {computed} computed tokens"
         assert self._tail_sharers == {request for request in requests if request.shares_tail}, "wrong sharers of tails"
         self.pool.check_integrity(request.block_table for request in requests)
-        if self._cache is None:
-            assert not self.pool.num_cached, "content is kept although nobody can ask for it"
-        else:
-            self._cache.check_integrity(self.pool.blocks_with_content())
+        assert self._caches or not self.pool.num_cached, "content is cached although prefix caching is off"
         if self._host is not None:
             self._host.check_integrity()
-        assert not self._planned, "blocks of a plan outlive it"
+        assert not self._planned, "planned blocks outlive their step"
 
-    def _forget(self, block: int) -> None:
-        assert self._cache is not None
-        key = self._cache.remove(block)
-        if self._host is not None:
-            self._evicted.append((key, block))
+    def _unpin(self, request: Request) -> None:
+        if request.pinned_hashes and self._host is not None:
+            self._host.unpin(request.pinned_hashes)
+            request.pinned_hashes = ()
+
+    def _tail_is_shared(self, request: Request) -> bool:
+        return self.pool.ref_count(request.block_table[-1]) > 1
+
+    def _grouped_loads(self) -> tuple[LoadBlocks, ...]:
+        """One load for each segment."""
+        targets: dict[int, list[int]] = {}
+        for host_block, block in self._loads:
+            targets.setdefault(host_block.segment, [NULL_BLOCK] * host_block.size)[host_block.row] = block
+        return tuple(LoadBlocks(segment, tuple(blocks)) for segment, blocks in targets.items())

@@ -1,4 +1,4 @@
-"""Where every live request is: waiting, running in a slot, or behind the request that computes its prompt.
+"""Where every live request is: waiting, running in a slot, or behind the leader that computes its prompt.
 
 A paused member of a family that has lost its slot is in no queue: it waits again once it is resumed.
 """
@@ -12,8 +12,8 @@ from jaxpaged.scheduling.request import Request, RequestStatus
 Key = tuple[float, ...]
 
 
-class SortedRequests:
-    """Requests sorted by a key that is asked once, when they come in; no two keys are equal."""
+class RequestQueue:
+    """Requests sorted by a key, which is computed once when a request is added; no two keys are equal."""
 
     def __init__(self, key: Callable[[Request], Key]) -> None:
         self._key = key
@@ -29,18 +29,15 @@ class SortedRequests:
     def __getitem__(self, index: int) -> Request:
         return self._entries[index][1]
 
-    def all(self) -> list[Request]:
-        """A list of them, which stays as it is when requests come and go."""
-        return [request for _, request in self._entries]
-
-    def first(self, count: int) -> list[Request]:
+    def first(self, count: int | None = None) -> list[Request]:
+        """A copy of the first requests, of all by default."""
         return [request for _, request in self._entries[:count]]
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         key = self._keys[request] = self._key(request)
         insort(self._entries, (key, request))
 
-    def remove(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         key = self._keys.pop(request)
         index = bisect_left(self._entries, (key,))
         assert self._entries[index][1] is request, f"two requests have the key {key}"
@@ -54,21 +51,21 @@ class SortedRequests:
 
 
 class Queues:
-    """The live requests, and who owns which slot.
+    """The live requests and the slots.
 
     Args:
-        policy: gives the order of the waiting and of the running.
-        num_slots: most requests that run at once.
+        policy: gives the order of the waiting and of the running requests.
+        num_slots: maximum number of running requests.
 
     Attributes:
-        live: all of them, by id.
+        live: all requests, by id.
         num_forks: requests that wait for the first token of their leader, in its list of forks.
     """
 
     def __init__(self, policy: Policy, num_slots: int) -> None:
         self.live: dict[str, Request] = {}
-        self.waiting = SortedRequests(policy.queue_key)
-        self.running = SortedRequests(policy.running_key)
+        self.waiting = RequestQueue(policy.queue_key)
+        self.running = RequestQueue(policy.running_key)
         self.num_forks = 0
         self._num_slots = num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -77,41 +74,41 @@ class Queues:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    def add(self, request: Request, leader: Request | None = None) -> None:
-        """A request has come; with a leader it waits until that one's prompt is computed."""
+    def add_request(self, request: Request, leader: Request | None = None) -> None:
+        """Add a new request; with a leader it waits until that one's prompt is computed."""
         self.live[request.request_id] = request
         if leader is None:
-            self.waiting.add(request)
+            self.waiting.add_request(request)
         else:
             request.leader = leader
             leader.forks.append(request)
             self.num_forks += 1
 
     def run(self, request: Request, now: float) -> None:
-        """Give a request, which is in no queue, a slot."""
+        """Give a slot to a request that is in no queue."""
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.new_in_slot = True
         if request.scheduled_time is None:
             request.scheduled_time = now
-        self.running.add(request)
+        self.running.add_request(request)
 
     def stop(self, request: Request) -> None:
-        """Take a running request's slot back; it is in no queue then."""
-        self.running.remove(request)
+        """Free a running request's slot; it is in no queue then."""
+        self.running.remove_request(request)
         self._free_slots.append(request.slot)
         request.slot = -1
 
     def detach_forks(self, leader: Request) -> list[Request]:
-        """Those that have waited for a leader's first token; they are in no queue then."""
+        """The requests that wait for a leader's first token; they are in no queue then."""
         forks, leader.forks = leader.forks, []
         for fork in forks:
             fork.leader = None
         self.num_forks -= len(forks)
         return forks
 
-    def remove(self, request: Request) -> None:
-        """A request ends; its forks wait like others."""
+    def remove_request(self, request: Request) -> None:
+        """Remove a request that has ended; its forks wait like other requests."""
         if request.status is RequestStatus.RUNNING:
             self.stop(request)
         elif request.leader is not None:
@@ -119,24 +116,24 @@ class Queues:
             request.leader = None
             self.num_forks -= 1
         elif not request.paused:
-            self.waiting.remove(request)
+            self.waiting.remove_request(request)
         for fork in self.detach_forks(request):
-            self.waiting.add(fork)
+            self.waiting.add_request(fork)
         del self.live[request.request_id]
 
     def check_integrity(self) -> None:
-        """Assert that each request is in one queue, and each slot free or owned once."""
+        """Assert that each request is in one queue, and each slot free or used once."""
         slots = [request.slot for request in self.running] + self._free_slots
         assert len(slots) == len(set(slots)) == self._num_slots and -1 not in slots, f"slots in use and free: {slots}"
         forks = [fork for request in self.live.values() for fork in request.forks]
         assert len(forks) == self.num_forks and all(fork.leader and fork in fork.leader.forks for fork in forks)
-        resting = [request for request in self.live.values() if request.paused and request.slot == -1]
-        queued = len(self.waiting) + len(self.running) + len(forks) + len(resting)
+        paused = [request for request in self.live.values() if request.paused and request.slot == -1]
+        queued = len(self.waiting) + len(self.running) + len(forks) + len(paused)
         assert len(self.live) == queued, "a request is in no queue, or in two"
         for request in self.running:
-            assert request.status is RequestStatus.RUNNING, f"{request.status!r} among the running"
-        for request in (*self.waiting, *forks, *resting):
+            assert request.status is RequestStatus.RUNNING, f"{request.status!r} in the running queue"
+        for request in (*self.waiting, *forks, *paused):
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.status!r} waits"
-            assert request.slot == -1 and not request.block_table, "a waiting request owns something"
+            assert request.slot == -1 and not request.block_table, "a waiting request has a slot or blocks"
         for queue in (self.waiting, self.running):
             queue.check_integrity()

@@ -15,8 +15,8 @@ from jaxpaged.core.outputs import FinishReason
 from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.families import Branch, Families
 from jaxpaged.scheduling.host_tier import HostTier
-from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager
-from jaxpaged.scheduling.planner import Admission, StepPlanner
+from jaxpaged.scheduling.kv_manager import KVManager
+from jaxpaged.scheduling.planner import StepPlanner
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
 from jaxpaged.scheduling.queues import Queues
 from jaxpaged.scheduling.request import Request, RequestStatus, StructuredOutputMatcher
@@ -69,11 +69,10 @@ class Scheduler:
                              host=host if prefix_caching or swap else None)
         self._policy = policy or FcfsPolicy()
         self._queues = Queues(self._policy, max_num_seqs)
-        self._planner = StepPlanner(self._queues, self._kv, budget=max_num_batched_tokens, step_sizes=step_sizes,
-                                    swap=swap)
-        self._admission = Admission(self._queues, self._kv, self._planner, self._policy,
-                                    max_samples=min(max_num_seqs, max_num_batched_tokens))
-        self._families = Families(self._queues, self._planner, self._admission)
+        self._planner = StepPlanner(
+            self._queues, self._kv, self._policy, budget=max_num_batched_tokens,
+            max_samples=min(max_num_seqs, max_num_batched_tokens), step_sizes=step_sizes, swap=swap)
+        self._families = Families(self._queues, self._planner)
         self._num_arrived = 0
 
     @property
@@ -105,28 +104,16 @@ class Scheduler:
         assert needed <= self._pool.num_usable, f"{needed} blocks can never be had"
         first, self._num_arrived = self._num_arrived, self._num_arrived + max(branches, 1)
         if branches:
-            self._queues.add(self._families.begin(message, range(first, self._num_arrived)))
+            self._queues.add_request(self._families.add_family(message, range(first, self._num_arrived)))
             return
         request = Request(message, first, matcher=matcher)
         leader = self._queues.live.get(message.fork_of or "")
-        self._queues.add(request, leader if leader is not None and leader.num_output_tokens == 0 else None)
+        self._queues.add_request(request, leader if leader is not None and leader.num_output_tokens == 0 else None)
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Plan the next step and take what it needs; empty when nothing can run now."""
-        planner = self._planner
-        planner.begin()
         self._families.take_turns()
-        prefills = planner.plan_decodes()
-        planner.plan_prefills(prefills)
-        self._admission.admit_waiting(prefills, now)
-        planner.plan_rest(prefills)
-        chunks = planner.commit()
-        if self._queues.num_forks:
-            chunks = self._admission.with_forks(chunks, now)
-        self._kv.end_plan(planner.plan.num_tokens)
-        # Without a chunk nothing is dispatched: what there is to move waits for the next step.
-        transfers = self._kv.drain_transfers() if chunks else NO_TRANSFERS
-        return SchedulerOutput(tuple(chunks), planner.plan.num_tokens, transfers)
+        return self._planner.plan_step(now)
 
     def update_from_output(
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
@@ -207,7 +194,7 @@ class Scheduler:
 
         A slot reserved for a step in flight counts as filled.
         """
-        return self._kv.slots()
+        return self._kv.kv_slots()
 
     def check_integrity(self) -> None:
         """Assert that blocks, slots and queues agree."""
@@ -249,9 +236,9 @@ class Scheduler:
         error: str | None = None,
     ) -> TokenDelta:
         if request.status is RequestStatus.RUNNING:
-            self._kv.release(request, valid=status is not RequestStatus.FINISHED_ERROR)
-        self._queues.remove(request)
-        self._families.remove(request)
+            self._kv.free(request, cache=status is not RequestStatus.FINISHED_ERROR)
+        self._queues.remove_request(request)
+        self._families.remove_member(request)
         self._kv.forget(request)
         request.status = status
         if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
-from jaxpaged.scheduling.block_pool import PrefixCache
+from jaxpaged.scheduling.block_hash import BlockHasher
 from jaxpaged.scheduling.request import Request
 from tests.scheduling.test_scheduler import Harness, plain_token
 from tests.support.tiny_engine import MakeEngine
@@ -57,18 +57,18 @@ def engine(shared_engine: Engine) -> Engine:
     return shared_engine
 
 
-# Keys
+# Hashes
 
 
 def chained(tokens: Sequence[int], block_size: int, salt: str | None = None) -> list[bytes]:
-    cache = PrefixCache(block_size)
+    hasher = BlockHasher(block_size)
     item = Request(EngineRequest("r", tuple(tokens), GREEDY, 1, cache_salt=salt), 0)
-    return [cache.key(item, index) for index in range(len(tokens) // block_size)]
+    return [hasher.hash_block(item, index) for index in range(len(tokens) // block_size)]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3), min_size=1, max_size=12),
        st.integers(1, 4), st.sampled_from([None, "", "a", "plain"]), st.sampled_from([None, "", "a", "plain"]))
-def test_keys_are_equal_where_all_tokens_so_far_and_the_salts_are(
+def test_hashes_are_equal_where_all_tokens_so_far_and_the_salts_are(
     first: list[int], second: list[int], block_size: int, salt: str | None, other: str | None
 ) -> None:
     pairs = zip(chained(first, block_size, salt), chained(second, block_size, other), strict=False)

@@ -87,9 +87,9 @@ def test_freeing_twice_is_noticed() -> None:
     pool = BlockPool(3)
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)
-    with pytest.raises(AssertionError, match="without an owner"):
+    with pytest.raises(AssertionError, match="without a reference"):
         pool.free_blocks(blocks)
-    with pytest.raises(AssertionError, match="no owner to share"):
+    with pytest.raises(AssertionError, match="no references and no cached"):
         pool.touch(blocks)
 
 
