@@ -23,7 +23,7 @@ TINY = {
     "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }
-PARTS = ("schedule", "dispatch", "update")
+PARTS = ("schedule", "dispatch", "update_from_output")
 PROMPT_TOKENS = 16
 
 
