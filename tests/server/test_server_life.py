@@ -132,7 +132,7 @@ def test_a_second_signal_ends_at_once(start: Any) -> None:
     server = start().wait_ready()
     with long_stream(server):
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: "stopping" in server.log, 2)
+        server.wait_for(lambda: "shutting down" in server.log, 2)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(2) == 128 + signal.SIGTERM
     server.wait_for(lambda: gone(server), 2)
