@@ -6,69 +6,52 @@ from collections.abc import Iterable
 class StopStrings:
     """Watches one text for the first end of any of several strings.
 
-    Text that could be the beginning of a stop string, and only that, is held back until it is decided. After a stop
-    string nothing may be added.
+    Text that may be the start of a stop string, and only that, is held back until it is decided. After a stop string
+    nothing may be added.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
-        self._searches = [_Search(string) for string in dict.fromkeys(strings)]
-        self._firsts = {string.string[0] for string in self._searches}
+        self._strings = tuple(dict.fromkeys(strings))
+        self._firsts = {string[0] for string in self._strings}
         self._held = ""
 
     def add(self, text: str, ends: bool = True) -> tuple[str, str | None]:
-        """Go on with new text.
+        """Add new text.
 
         Args:
             ends: whether a stop string that ends within it counts; what only begins in it may count later.
 
         Returns:
-            What is decided, and the stop string that it ends with or None. Of strings that end at the same place the
-            longest counts. Text behind a stop string is dropped.
+            The text that is decided, and the stop string that it ends with or None. Of strings that end at the same
+            index the longest counts. Text behind a stop string is dropped.
         """
         if not self._held and not any(first in text for first in self._firsts):
             return text, None
-        whole = self._held + text
-        for place, char in enumerate(text, len(self._held) + 1):
-            found = [search.string for search in self._searches if search.step(char)]
-            if found and ends:
-                self._held = ""
-                return whole[:place], max(found, key=len)
-        decided = len(whole) - max(search.matched for search in self._searches)
-        self._held = whole[decided:]
-        return whole[:decided], None
+        known, text = len(self._held), self._held + text
+        if ends:
+            for end in range(known + 1, len(text) + 1):
+                if text.endswith(self._strings, 0, end):
+                    self._held = ""
+                    text = text[:end]
+                    return text, max(filter(text.endswith, self._strings), key=len)
+        decided = self._find_undecided(text)
+        self._held = text[decided:]
+        return text[:decided], None
 
     def release(self) -> str:
         """Return what is held back, once no more text follows."""
         held, self._held = self._held, ""
         return held
 
+    def _find_undecided(self, text: str) -> int:
+        """Index of the longest suffix that a stop string starts with and goes beyond.
 
-class _Search:
-    """Knuth, Morris and Pratt's search for one string, its table made only as far as the text matches."""
-
-    __slots__ = ("_borders", "matched", "string")
-
-    def __init__(self, string: str) -> None:
-        self.string = string
-        self.matched = 0
-        # _borders[k]: length of the longest proper prefix of string[:k] that is also its suffix.
-        self._borders = [0, 0]
-
-    def step(self, char: str) -> bool:
-        """Take one character; True if the string ends with it.
-
-        `matched` is the length of the longest prefix, the whole string left out, that the text now ends with.
+        A start that no stop string has in common with the text is never looked at again: the next call begins behind
+        it. So the time stays linear, however often a long stop string nearly matches.
         """
-        string, borders = self.string, self._borders
-        self.matched = self._longest(self.matched, char)
-        if self.matched == len(borders):
-            borders.append(self._longest(borders[-1], char))
-        if self.matched < len(string):
-            return False
-        self.matched = borders[self.matched]
-        return True
-
-    def _longest(self, length: int, char: str) -> int:
-        while length and self.string[length] != char:
-            length = self._borders[length]
-        return length + (self.string[length] == char)
+        for start, char in enumerate(text):
+            if char in self._firsts:
+                suffix = text[start:]
+                if any(len(string) > len(suffix) and string.startswith(suffix) for string in self._strings):
+                    return start
+        return len(text)
