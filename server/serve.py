@@ -20,17 +20,15 @@ import uvicorn
 
 from jaxpaged.core.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.core.limits import LIMITS
-from jaxpaged.frontend.input_processor import InputProcessor, default_sampling_params
+from jaxpaged.frontend.front import Front, load_text_files
 from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.loading.hub import resolve_model
-from jaxpaged.loading.json_files import read_generation_config
 from jaxpaged.server.args import Arguments, ServerConfig
 from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.http_protocol import http_protocol
 from jaxpaged.server.logs import set_up_logging
 from jaxpaged.server.sandbox.grammar_process import GrammarProcesses
 from jaxpaged.server.sandbox.template_process import TemplateProcesses
-from jaxpaged.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from jaxpaged.server.routes.api import Api
@@ -98,38 +96,27 @@ class _Server:
         logger.info("loading %s", config.model)
         # Resolved here, once: two processes must not download the same files.
         path = await asyncio.to_thread(resolve_model, config.model, config.revision, config.download_dir)
-        source = path
-        if config.tokenizer is not None:
-            source = await asyncio.to_thread(resolve_model, config.tokenizer, None, config.download_dir)
-        self._client = EngineClient(dataclasses.replace(config, model=str(path)), timeout=self._config.engine_timeout,
-                                    on_death=self._on_engine_death)
+        local = dataclasses.replace(config, model=str(path))
+        self._client = EngineClient(local, timeout=self._config.engine_timeout, on_death=self._on_engine_death)
         # The web framework is slow to import, so the engine process starts first.
         from jaxpaged.server.routes.api import TOKENISE_THREADS, Api
 
-        loading = asyncio.to_thread(load_tokenizer, source, chat_template=config.chat_template)
-        tokenizer, info = await asyncio.gather(loading, self._client.ready())
+        files, info = await asyncio.gather(asyncio.to_thread(load_text_files, local), self._client.ready())
         info = dataclasses.replace(info, model=config.model)
         logger.info("%s", info.summary())
 
         names = self._config.served_model_name or (config.model,)
-        defaults = default_sampling_params(read_generation_config(path)) if config.generation_config == "auto" else {}
         self._grammars = GrammarProcesses(timeout=self._config.structured_outputs_timeout)
-        inputs = InputProcessor(
-            tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
-            kv_capacity=(info.num_blocks - 1) * info.block_size,  # without the null block
-            max_n=config.max_n, max_logprobs=config.max_logprobs,
-            eos_token_ids=tokenizer.eos_token_ids.union(info.eos_token_ids),
-            takes_priorities=config.scheduling_policy == "priority", make_grammar=self._grammars.grammar)
-        self._metrics = Metrics(names[0], info, kv_cache_dtype=config.kv_cache_dtype,
-                                prefix_caching=config.enable_prefix_caching)
-        self._client.serve(info, tokenizer, self._metrics)
+        front = Front(config, info, files, name=names[0], make_grammar=self._grammars.grammar)
+        self._metrics = front.metrics
+        self._client.serve(info, front)
+        tokenizer = front.tokenizer
         if tokenizer.hf.chat_template:
             self._templates = TemplateProcesses(tokenizer.own_chat_template(), count=TOKENISE_THREADS,
                                                 timeout=self._config.chat_template_timeout,
                                                 memory=LIMITS.max_template_bytes)
             tokenizer.render_chat_template = self._templates.render
-        self._api = Api(self._config, self._client, inputs, self._metrics, names=names, defaults=defaults,
-                        info=info, tokenizer=tokenizer, embeddings=config.enable_embeddings)
+        self._api = Api(self._config, self._client, front, names=names, info=info, embeddings=config.enable_embeddings)
 
     async def _serve(self) -> None:
         from jaxpaged.server.app import make_app

@@ -20,7 +20,7 @@ from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.llm import Prompt, in_memory_model, print_line
 from jaxpaged.engine.loop import EngineCall, Message, run_engine_loop
-from jaxpaged.frontend.front import Front
+from jaxpaged.frontend.front import Front, load_text_files
 from jaxpaged.frontend.input_processor import ProcessedRequest
 
 
@@ -39,7 +39,7 @@ class AsyncLLM:
         engine = Engine(config, print_line, model=in_memory)
         self._engine: Engine | None = engine  # for as long as its thread runs
         self.info: EngineInfo = engine.info
-        self._front = Front(config, self.info, has_files=in_memory is None)
+        self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
         self._max_waiting = config.max_waiting_requests + self.info.max_num_seqs
         self._num_live = 0
         self._ordinals = itertools.count()
@@ -84,7 +84,7 @@ class AsyncLLM:
                 raise self._failure
             if self._num_live + len(request.sequences) > self._max_waiting:
                 raise OverloadedError("too many requests are waiting; try again later, or raise max_waiting_requests")
-            self._front.begin(request)
+            self._front.add_request(request)
             async with contextlib.aclosing(self._outputs_of(request)) as outputs:
                 async for output in outputs:
                     yield replace(output, request_id=name)
@@ -161,7 +161,7 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer."""
-        return self._front.needed_tokenizer.hf
+        return self._front.tokenizer.hf
 
     def get_metrics(self) -> dict[str, float]:
         """Metrics by name, as the server's /metrics spells them; histograms as name_sum and name_count."""
@@ -211,7 +211,7 @@ class AsyncLLM:
                 self._loop.call_soon_threadsafe(call, argument)
 
     def _deliver(self, outputs: EngineOutputs) -> None:
-        done = self._front.process(outputs, time.monotonic())
+        done = self._front.process_outputs(outputs, time.monotonic())
         if done.to_abort:
             self._inbox.put(AbortRequests(tuple(done.to_abort)))
         for output in done.outputs:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpaged.core.config import EngineConfig
-from jaxpaged.core.errors import ContextLengthError, RequestError
+from jaxpaged.core.errors import RequestError
 from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
 from jaxpaged.engine.beam_search import BeamSearches
@@ -16,20 +16,15 @@ from jaxpaged.engine.startup import InMemoryModel, prepare
 from jaxpaged.engine.structured_output_manager import StructuredOutputManager
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.step_functions import Params
-from jaxpaged.loading.hub import resolve_model
+from jaxpaged.frontend.context_window import ContextWindow
+from jaxpaged.frontend.front import resolve_tokenizer
 from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import load_tokenizer
 
 _MASK_WAIT_SECONDS = 0.1  # then new requests and aborts are looked at again
-
-
-def _load_tokenizer(config: EngineConfig) -> Tokenizer:
-    if config.tokenizer:
-        return load_tokenizer(resolve_model(config.tokenizer, None, config.download_dir))
-    return load_tokenizer(resolve_model(config.model, config.revision, config.download_dir))
 
 
 def _silent(line: str) -> None:
@@ -57,6 +52,7 @@ class Engine:
     ) -> None:
         ready = prepare(config, report, model)
         self.info: EngineInfo = ready.info
+        self._context = ContextWindow(ready.info.max_model_len)
         self._runner: ModelRunner = ready.runner
         self._pool = BlockPool(ready.info.num_blocks)
         self._host = HostTier(ready.info.num_host_blocks, ready.transfer_sizes) if ready.info.num_host_blocks else None
@@ -72,7 +68,7 @@ class Engine:
             swap=config.preemption_mode == "swap",
         )
         self._structured_outputs = StructuredOutputManager(
-            lambda: _load_tokenizer(config), eos_token_ids=ready.info.eos_token_ids,
+            lambda: load_tokenizer(resolve_tokenizer(config)), eos_token_ids=ready.info.eos_token_ids,
             vocab_size=ready.info.vocab_size, num_logits=self._runner.num_logits,
             max_bytes=LIMITS.max_grammar_cache_bytes)
         self._beams = BeamSearches()
@@ -97,11 +93,9 @@ class Engine:
         """
         if self._scheduler.is_live(request.request_id) or self._beams.is_live(request.request_id):
             raise RequestError("a request with this id is already running", param="request_id")
-        length = len(request.prompt_token_ids) + request.max_tokens
-        room = min(self.info.max_model_len, self._pool.num_usable * self.info.block_size)
-        if not request.prompt_token_ids or length > room:
-            raise ContextLengthError(f"prompt and max_tokens need {length} tokens, the context holds {room}",
-                                     code="context_length_exceeded")
+        if not request.prompt_token_ids:
+            raise RequestError("the prompt has no tokens", param="prompt")
+        self._context.resolve_max_tokens(len(request.prompt_token_ids), request.max_tokens)
         if request.params.use_beam_search:
             first = self._beams.add(request)
             if first is not None:

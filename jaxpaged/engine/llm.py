@@ -23,7 +23,7 @@ from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.interrupts import DeferredInterrupts
 from jaxpaged.engine.startup import InMemoryModel
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalised
-from jaxpaged.frontend.front import Front
+from jaxpaged.frontend.front import Front, load_text_files
 from jaxpaged.frontend.input_processor import ProcessedRequest
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -71,7 +71,7 @@ class LLM:
         self._config = config
         self._engine: Engine | None = Engine(config, print_line, model=in_memory)
         self.info: EngineInfo = self._engine.info
-        self._front = Front(config, self.info, has_files=in_memory is None)
+        self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
         self._lock = threading.Lock()  # around every use of the engine, and of what is not `inputs` in the front
         self._gone = "this LLM has been shut down; make a new one"
         self._ordinals = itertools.count()
@@ -131,7 +131,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer."""
-        return self._front.needed_tokenizer.hf
+        return self._front.tokenizer.hf
 
     def get_metrics(self) -> dict[str, float]:
         """Metrics by name, as the server's /metrics spells them; histograms as name_sum and name_count.
@@ -264,7 +264,7 @@ class LLM:
             engine = self._live_engine()
             try:
                 for request in requests:
-                    self._front.begin(request)
+                    self._front.add_request(request)
                     for sequence in request.sequences:
                         engine.add_request(sequence)
                 finished = self._finish_all(engine, requests, use_tqdm, interrupts)
@@ -281,7 +281,7 @@ class LLM:
             tokens = 0
             while engine.has_work():
                 interrupts.check()
-                done = self._front.process(engine.step(), time.monotonic())
+                done = self._front.process_outputs(engine.step(), time.monotonic())
                 engine.abort(done.to_abort)
                 for output in done.outputs:
                     if output.finished:

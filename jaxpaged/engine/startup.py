@@ -96,6 +96,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         config.gpu_attention, model.config, config.block_size, model.dtype,
         page_dtype(config.kv_cache_dtype, model.dtype), device))
     layout, programs = _layout_and_programs(config, model, device, report)
+    assert layout.max_model_len <= layout.memory.tokens, "a sequence that fills the context must fit the KV pool"
     for line in layout.memory.lines(device.kind, lengths_of_interest(layout.max_model_len)):
         report(line)
     params = _load_and_compile(model, layout.definition, programs, lazily=config.enforce_eager)

@@ -1,11 +1,15 @@
-"""The side of an engine that knows text: tokenizer, checks on requests, outputs, metrics."""
+"""The side of an engine that knows text, made in one place for `LLM`, `AsyncLLM` and the server."""
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.messages import EngineInfo, EngineOutputs
+from jaxpaged.core.messages import EngineInfo, EngineOutputs, Grammar
+from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.frontend.input_processor import InputProcessor, ProcessedRequest, default_sampling_params
 from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.frontend.output_processor import OutputProcessor, ProcessedOutputs
@@ -16,39 +20,79 @@ from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 
-def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
-    """Where the tokenizer's files are: the model's, unless another was named."""
-    return resolve_model(config.tokenizer, None, config.download_dir) if config.tokenizer else model_path
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """What a model's files say about text.
+
+    Attributes:
+        tokenizer: None for a model without one.
+        default_params: sampling parameters that its generation_config.json sets.
+    """
+
+    tokenizer: Tokenizer | None = None
+    default_params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def resolve_tokenizer(config: EngineConfig) -> Path:
+    """Where the tokenizer's files are: the model's, unless the config names another.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    if config.tokenizer:
+        return resolve_model(config.tokenizer, None, config.download_dir)
+    return resolve_model(config.model, config.revision, config.download_dir)
+
+
+def load_text_files(config: EngineConfig, *, in_memory: bool = False) -> TextFiles:
+    """Read what a `Front` needs of a model's files; may run while the engine starts.
+
+    Args:
+        in_memory: the model has no files; a tokenizer is loaded only if the config names one.
+
+    Raises:
+        CheckpointError, ConfigError: with what to change.
+    """
+    if in_memory and not config.tokenizer:
+        return TextFiles()
+    tokenizer = load_tokenizer(resolve_tokenizer(config), chat_template=config.chat_template)
+    if in_memory or config.generation_config != "auto":
+        return TextFiles(tokenizer)
+    path = resolve_model(config.model, config.revision, config.download_dir)
+    return TextFiles(tokenizer, default_sampling_params(read_generation_config(path)))
 
 
 class Front:
-    """What `LLM` and `AsyncLLM` keep around an engine in their own process. Belongs to one thread.
+    """Checks and tokenises requests, turns an engine's outputs into text, and counts both.
+
+    All methods belong to one thread; `inputs` may be used by several.
 
     Args:
-        has_files: False for a model in memory, which has no tokenizer unless the config names one.
+        name: of the model in the metrics; None for the engine's.
+        make_grammar: compiles structured outputs; None to do it in this process.
+
+    Attributes:
+        inputs: makes requests for the engine.
+        metrics: of the engine and its requests.
+        default_params: sampling parameters of requests that do not set them.
     """
 
-    def __init__(self, config: EngineConfig, info: EngineInfo, *, has_files: bool) -> None:
-        self._tokenizer: Tokenizer | None = None
-        defaults = {}
-        if has_files:
-            path = resolve_model(config.model, config.revision, config.download_dir)
-            self._tokenizer = load_tokenizer(tokenizer_path(config, path), chat_template=config.chat_template)
-            if config.generation_config == "auto":
-                defaults = default_sampling_params(read_generation_config(path))
-        elif config.tokenizer:
-            self._tokenizer = load_tokenizer(tokenizer_path(config, Path()), chat_template=config.chat_template)
+    def __init__(self, config: EngineConfig, info: EngineInfo, files: TextFiles, *, name: str | None = None,
+                 make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
+        self._tokenizer = files.tokenizer
+        self.default_params = files.default_params
         eos = self._tokenizer.eos_token_ids.union(info.eos_token_ids) if self._tokenizer else info.eos_token_ids
         self.inputs = InputProcessor(
             self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
-            kv_capacity=(info.num_blocks - 1) * info.block_size, max_n=config.max_n, max_logprobs=config.max_logprobs,
-            eos_token_ids=eos, default_params=defaults, takes_priorities=config.scheduling_policy == "priority")
-        self.metrics = Metrics(info.model, info, kv_cache_dtype=config.kv_cache_dtype,
+            max_n=config.max_n, max_logprobs=config.max_logprobs, eos_token_ids=eos,
+            default_params=files.default_params, takes_priorities=config.scheduling_policy == "priority",
+            make_grammar=make_grammar)
+        self.metrics = Metrics(name or info.model, info, kv_cache_dtype=config.kv_cache_dtype,
                                prefix_caching=config.enable_prefix_caching)
         self._outputs = OutputProcessor(self._tokenizer)
 
     @property
-    def needed_tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer.
 
         Raises:
@@ -58,8 +102,8 @@ class Front:
             raise RequestError("this model came without a tokenizer; name one with tokenizer=...")
         return self._tokenizer
 
-    def begin(self, request: ProcessedRequest) -> None:
-        """Keep the books of a request from now on.
+    def add_request(self, request: ProcessedRequest) -> None:
+        """Expect the outputs of a request.
 
         Raises:
             RequestError: its id is in use, or it needs text and there is no tokenizer.
@@ -70,10 +114,10 @@ class Front:
                                    n=request.params.n, max_tokens=request.max_tokens,
                                    arrival_time=request.arrival_time)
 
-    def process(self, outputs: EngineOutputs, now: float) -> ProcessedOutputs:
-        """Turn a batch of the engine into text and metrics; the caller tells the engine what to abort.
+    def process_outputs(self, outputs: EngineOutputs, now: float) -> ProcessedOutputs:
+        """Turn a batch of the engine's outputs into text and metrics; the caller makes the engine stop `to_abort`.
 
-        An output whose finish_reason is "error" does not hold the reason: a line of the log does.
+        An output with finish_reason "error" does not say why: the log does.
         """
         self.metrics.record_stats(outputs.stats)
         done = self._outputs.process(outputs.deltas, now)
@@ -83,10 +127,10 @@ class Front:
         return done
 
     def sequences(self, request_id: str) -> tuple[str, ...]:
-        """The engine's ids of a running request's choices that have not ended."""
+        """The engine's ids of a request's choices that have not finished."""
         return self._outputs.sequences(request_id)
 
     def abort(self, request_id: str, now: float) -> list[str]:
-        """Forget a request; the ids of its sequences, for the engine to stop."""
+        """Forget a request; returns the engine's ids of the sequences to stop."""
         self.metrics.abort_request(request_id, now)
         return self._outputs.abort(request_id)

@@ -1,8 +1,8 @@
-"""What a client may ask a text to look like, as a grammar for llguidance, checked before anything is scheduled.
+"""Structured outputs as grammars for llguidance, compiled once before anything is scheduled.
 
-A grammar here is llguidance's JSON text. The compiler's own limits, in fuel, and those on a client's text keep nearly
-all of it short; what they miss (several `multipleOf` whose remainders multiply) a server compiles in a process that it
-can end.
+A grammar here is llguidance's JSON text. The compiler's own limits, in fuel, and those on a client's text bound nearly
+every compilation. What they miss (several `multipleOf` whose remainders multiply), a server compiles in a process that
+it can end.
 """
 
 import json
@@ -16,21 +16,18 @@ from jaxpaged.core.limits import LIMITS, Limits, check_at_most
 from jaxpaged.core.messages import Grammar
 from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.loading.host_memory import allocated_bytes
-from jaxpaged.text.bounded_cache import BoundedCache
 
-MAX_CHECKED = 256  # grammars that are known to be good
-MAX_CHECKED_BYTES = 2**24  # of their texts
 _PARAM = "structured_outputs"
 
-# A model in doubt writes spaces for ever: a run of them has an end.
+# A model in doubt writes spaces for ever: a run of them is bounded.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
 
 
 def grammar_text(wanted: StructuredOutputsParams, limits: Limits) -> str:
-    """The text of a constraint's grammar.
+    """The grammar of structured outputs, as llguidance's JSON text.
 
     Raises:
-        RequestError: it is too large, or no text that could be one.
+        RequestError: it is too large or malformed.
     """
     try:
         return _to_llguidance(wanted, limits)
@@ -64,30 +61,25 @@ def _to_llguidance(wanted: StructuredOutputsParams, limits: Limits) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars to see whether they can be, and remembers the good ones. May be used by several threads."""
+    """Compiles grammars to see whether and at what cost they compile. May be used by several threads."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
-        self._good: BoundedCache[str, Grammar] = BoundedCache(MAX_CHECKED, MAX_CHECKED_BYTES)
         self._lock = threading.Lock()
         self._bytes: Any = None
 
     def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
-        """The grammar of a constraint, known to be good.
+        """The grammar of structured outputs, known to compile.
 
         Raises:
-            RequestError: there is none, it cannot be compiled, it takes too much memory, or it allows nothing.
+            RequestError: it is malformed, cannot be compiled, takes too much memory, or allows no text.
         """
         text = grammar_text(wanted, self._limits)
-        grammar = self._good.get(text)
-        if grammar is None:
-            with self._lock:  # one at a time, so that the growth of memory is its own
-                grammar = Grammar(text, self._compile(text))
-            self._good.put(text, grammar, len(text))
-        return grammar
+        with self._lock:  # one at a time, so that the growth of memory is its own
+            return Grammar(text, self._compile(text))
 
     def _compile(self, text: str) -> int:
-        """Compile for a vocabulary of single bytes; the bytes that this takes are about those with any other."""
+        """Compile for a vocabulary of single bytes; the bytes that this takes, about as many as with any other."""
         from llguidance import LLMatcher, LLTokenizer
 
         if self._bytes is None:
@@ -150,7 +142,7 @@ def _divisors(schema: Any) -> Iterator[int | float]:
 
 
 def _states(divisor: int | float) -> int:
-    """How many remainders there are, for decimal numbers with as many places as the divisor has."""
+    """Number of remainders, for decimal numbers with as many digits behind the point as the divisor."""
     exact = Decimal(repr(divisor)).normalize()
     if not exact.is_finite():
         return 0  # the compiler refuses it

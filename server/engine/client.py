@@ -24,12 +24,10 @@ from jaxpaged.core.messages import (
     ResetPrefixCache,
     Shutdown,
 )
+from jaxpaged.frontend.front import Front
 from jaxpaged.frontend.input_processor import ProcessedRequest
-from jaxpaged.frontend.metrics import Metrics
-from jaxpaged.frontend.output_processor import OutputProcessor
 from jaxpaged.server.engine.output_stream import OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.engine.process import EngineProcess
-from jaxpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +73,10 @@ class EngineClient:
         """
         return await asyncio.shield(self._ready)
 
-    def serve(self, info: EngineInfo, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def serve(self, info: EngineInfo, front: Front) -> None:
         """Start to accept requests."""
         self._capacity = info.max_num_seqs + self._max_waiting
-        self._processor = OutputProcessor(tokenizer)
-        self._metrics = metrics
+        self._front = front
 
     @property
     def pid(self) -> int:
@@ -127,11 +124,7 @@ class EngineClient:
             raise StreamClosedError("nobody waits for this request any more")
         messages: list[Any] = []
         for request in requests:
-            self._processor.add_request(request.request_id, request.prompt, request.prompt_token_ids, request.params,
-                                        request.arrival_time, request.max_tokens)
-            self._metrics.start_request(request.request_id, prompt_tokens=len(request.prompt_token_ids),
-                                        n=request.params.n, max_tokens=request.max_tokens,
-                                        arrival_time=request.arrival_time)
+            self._front.add_request(request)
             self._streams[request.request_id] = stream
             stream.running[request.request_id] = request.params.num_sequences
             messages += request.sequences
@@ -141,8 +134,7 @@ class EngineClient:
         """Abort the stream's unfinished requests, release its capacity and wake its reader. May be called again."""
         sequences: list[str] = []
         for request_id in list(stream.running):
-            sequences += self._processor.abort(request_id)
-            self._metrics.abort_request(request_id, time.monotonic())
+            sequences += self._front.abort(request_id, time.monotonic())
             self._release(stream, request_id)
         if sequences:
             self._outbox.put([AbortRequests(tuple(sequences))])
@@ -233,16 +225,14 @@ class EngineClient:
         if message.pool is not None and self._pool is not None and not self._pool.done():
             self._pool_time = now
             self._pool.set_result(message.pool)
-        done = self._processor.process(message.deltas, now)
-        self._metrics.record_stats(message.stats)
-        self._metrics.record_outputs(done, now)
+        done = self._front.process_outputs(message, now)
         if done.to_abort:
             self._outbox.put([AbortRequests(tuple(done.to_abort))])
         overrun: set[OutputStream] = set()
         for output in done.outputs:
             stream = self._streams[output.request_id]
             if output.request_id in done.errors:
-                self._metrics.fail_request(output.request_id, now)
+                self._front.metrics.fail_request(output.request_id, now)
                 stream.fail(RequestFailedError(done.errors[output.request_id]))
             elif not stream.put(output):
                 overrun.add(stream)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding
-from jaxpaged.frontend.input_processor import InputProcessor, ProcessedRequest
-from jaxpaged.frontend.metrics import Metrics
+from jaxpaged.frontend.front import Front
+from jaxpaged.frontend.input_processor import ProcessedRequest
 from jaxpaged.server.args import ServerConfig
 from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.engine.output_stream import OutputStream
@@ -38,7 +38,6 @@ from jaxpaged.server.routes.engine_state import engine_state
 from jaxpaged.server.routes.page import page_response
 from jaxpaged.server.routes.pending_completion import MakeParser, PendingCompletion
 from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest, TokenRoutes
-from jaxpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -55,26 +54,22 @@ class Api:
     Args:
         config: the server's.
         client: of an engine that is ready.
-        inputs: checks and tokenises prompts.
-        metrics: the engine's.
+        front: checks and tokenises prompts; holds the metrics.
         names: the served model's names; the first is the main one.
         info: the engine's.
-        defaults: the model's own sampling parameters.
-        tokenizer: decodes the tokens of log probabilities.
         embeddings: whether the engine computes them.
     """
 
-    def __init__(self, config: ServerConfig, client: EngineClient, inputs: InputProcessor, metrics: Metrics, *,
-                 names: Sequence[str], info: EngineInfo, defaults: Mapping[str, Any], tokenizer: Tokenizer,
-                 embeddings: bool = False) -> None:
+    def __init__(self, config: ServerConfig, client: EngineClient, front: Front, *, names: Sequence[str],
+                 info: EngineInfo, embeddings: bool = False) -> None:
         self.config = config
-        self._client, self._inputs, self._metrics = client, inputs, metrics
-        self.names, self._info, self._defaults = tuple(names), info, defaults
-        self._tokenizer, self._embeddings = tokenizer, embeddings
+        self._client, self._inputs, self._metrics = client, front.inputs, front.metrics
+        self.names, self._info, self._defaults = tuple(names), info, front.default_params
+        self._tokenizer, self._embeddings = front.tokenizer, embeddings
         self._created = int(time.time())
-        self.max_n = inputs.max_n
+        self.max_n = front.inputs.max_n
         self._bodies = BodyReader()
-        self._token_routes = TokenRoutes(inputs, tokenizer, info.max_model_len)
+        self._token_routes = TokenRoutes(front.inputs, front.tokenizer, info.max_model_len)
         self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
         # Separate: compiling a grammar may be slow, and prompts must not wait for it.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")

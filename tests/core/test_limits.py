@@ -203,11 +203,11 @@ def test_every_limit_is_tried() -> None:
 
 
 def test_limits_in_one_process() -> None:
-    inputs = InputProcessor(None, max_model_len=20, vocab_size=100, kv_capacity=1000,
+    inputs = InputProcessor(None, max_model_len=20, vocab_size=100,
                             max_n=EngineConfig.from_kwargs(max_n=2).max_n, limits=Limits(max_stop_token_ids=2))
     with pytest.raises(RequestError, match=r"n must be at most 2 \(--max-n\)"):
         inputs.process("r", [5], SamplingParams(n=3))
-    by_default = InputProcessor(None, max_model_len=20, vocab_size=100, kv_capacity=1000, max_n=EngineConfig().max_n)
+    by_default = InputProcessor(None, max_model_len=20, vocab_size=100, max_n=EngineConfig().max_n)
     with pytest.raises(RequestError, match=r"best_of must be at most 128 \(--max-n\)"):
         by_default.process("r", [5], SamplingParams(best_of=129))
     with pytest.raises(RequestError, match="stop_token_ids may hold at most 2 ids"):

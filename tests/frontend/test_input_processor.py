@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.errors import ConfigError, ContextLengthError, RequestError
-from jaxpaged.core.sampling_params import SamplingParams
-from jaxpaged.frontend.input_processor import InputProcessor, default_sampling_params
+from jaxpaged.core.messages import Grammar
+from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxpaged.frontend.input_processor import (
+    MAX_GRAMMARS,
+    MAX_GRAMMARS_BYTES,
+    InputProcessor,
+    default_sampling_params,
+)
 from jaxpaged.frontend.output_processor import OutputProcessor
 from jaxpaged.text.tokenizer import load_tokenizer
 from tests.support.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
@@ -19,10 +25,9 @@ VOCAB = 400
 EOS = frozenset({2, 7})
 
 
-def processor(tokenizer: Any = TOKENIZER, *, max_model_len: int = 20, kv_capacity: int = 1000,
-              **more: Any) -> InputProcessor:
-    return InputProcessor(tokenizer, max_model_len=max_model_len, vocab_size=VOCAB, kv_capacity=kv_capacity,
-                          eos_token_ids=EOS, **more)
+def processor(tokenizer: Any = TOKENIZER, *, max_model_len: int = 20, **more: Any) -> InputProcessor:
+    return InputProcessor(tokenizer, max_model_len=max_model_len, vocab_size=VOCAB, eos_token_ids=EOS,
+                          **more)
 
 
 def refused(prompt: object, params: SamplingParams | None = None, **more: Any) -> RequestError:
@@ -65,7 +70,7 @@ def test_ids_at_the_edges() -> None:
 
 
 def test_a_token_that_the_model_lacks() -> None:
-    small = InputProcessor(TOKENIZER, max_model_len=20, vocab_size=259, kv_capacity=99)
+    small = InputProcessor(TOKENIZER, max_model_len=20, vocab_size=259)
     with pytest.raises(RequestError, match="model does not know"):
         small.process("r", "hello")
 
@@ -95,8 +100,6 @@ def test_one_too_many() -> None:
 def test_max_tokens_left_open_takes_what_fits() -> None:
     assert processor().process("r", [5] * 12, SamplingParams(max_tokens=None)).max_tokens == 8
     assert processor().process("r", [5] * 19, SamplingParams(max_tokens=None)).max_tokens == 1
-    pool = processor(kv_capacity=16)
-    assert pool.process("r", [5] * 12, SamplingParams(max_tokens=None)).max_tokens == 4
 
 
 def test_a_default_is_lowered_and_a_wish_is_not() -> None:
@@ -112,14 +115,6 @@ def test_a_prompt_that_leaves_no_room(length: int, max_tokens: int | None) -> No
     error = refused([5] * length, SamplingParams(max_tokens=max_tokens))
     assert isinstance(error, ContextLengthError) and error.code == "context_length_exceeded"
     assert error.param == "prompt" and str(length) in str(error) and "20" in str(error)
-
-
-def test_a_request_larger_than_the_pool_names_the_flags() -> None:
-    for prompt, params in (([5] * 12, SamplingParams(max_tokens=5)), ([5] * 17, SamplingParams(max_tokens=None))):
-        error = refused(prompt, params, kv_capacity=16)
-        assert isinstance(error, ContextLengthError)
-        assert "16" in str(error) and "--gpu-memory-utilization" in str(error)
-    assert processor(kv_capacity=16).process("r", [5] * 12, SamplingParams(max_tokens=4)).max_tokens == 4
 
 
 class NeverEncodes:
@@ -228,6 +223,36 @@ def test_defaults_of_a_generation_config() -> None:
 # Chats
 
 
+def test_a_repeated_grammar_is_compiled_once() -> None:
+    """Up to a number of grammars and to the bytes of their texts."""
+    made: list[StructuredOutputsParams] = []
+
+    def compile_grammar(wanted: StructuredOutputsParams) -> Grammar:
+        made.append(wanted)
+        return Grammar("x" * (2**23 if wanted.json_object else 10), 1)
+
+    inputs = processor(make_grammar=compile_grammar)
+    for _ in range(3):
+        for schema in ({"type": "string"}, {"type": "integer"}):
+            params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(json=schema))
+            assert inputs.process("r", [5], params).sequences[0].grammar == Grammar("x" * 10, 1)
+    assert [wanted.json for wanted in made] == [{"type": "string"}, {"type": "integer"}]
+    for number in range(MAX_GRAMMARS):
+        inputs.grammar(StructuredOutputsParams(regex=f"a{number}"))
+    inputs.grammar(StructuredOutputsParams(json={"type": "string"}))
+    assert len(made) == 2 + MAX_GRAMMARS + 1 and len(inputs._grammars) == MAX_GRAMMARS
+    inputs.grammar(StructuredOutputsParams(json_object=True))
+    assert len(inputs._grammars) == MAX_GRAMMARS and inputs._grammars.num_bytes <= MAX_GRAMMARS_BYTES
+
+
+def test_a_schema_that_cannot_be_a_key_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="nested too deeply"):
+        processor().grammar(StructuredOutputsParams(json=deep))
+
+
 def test_a_chat_becomes_a_prompt() -> None:
     made = processor(max_model_len=100)
     prompt = made.render_chat([{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
@@ -246,8 +271,7 @@ def test_a_tokenizer_without_bound_and_one_with_composition() -> None:
 
 
 def test_the_real_model(smollm2_path: Path) -> None:
-    made = InputProcessor(load_tokenizer(smollm2_path), max_model_len=8192, vocab_size=49152, kv_capacity=100_000,
-                          eos_token_ids={2})
+    made = InputProcessor(load_tokenizer(smollm2_path), max_model_len=8192, vocab_size=49152, eos_token_ids={2})
     assert made.process("r", "The capital of France is").prompt_token_ids == (504, 3575, 282, 4649, 314)
     with pytest.raises(ContextLengthError, match="characters"):
         made.process("r", "a" * 10_000_000)
