@@ -55,7 +55,8 @@ class Engine:
         self._context = ContextWindow(ready.info.max_model_len)
         self._runner: ModelRunner = ready.runner
         self._pool = BlockPool(ready.info.num_blocks)
-        self._host = HostTier(ready.info.num_host_blocks, ready.transfer_sizes) if ready.info.num_host_blocks else None
+        host_blocks = ready.info.num_host_blocks
+        self._host = HostTier(host_blocks, ready.shape.transfer_sizes) if host_blocks else None
         self._scheduler = Scheduler(
             self._pool,
             block_size=ready.info.block_size,

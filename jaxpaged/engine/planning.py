@@ -28,7 +28,7 @@ from jaxpaged.execution.sharding import (
     shard_bytes,
 )
 from jaxpaged.execution.step_functions import Params
-from jaxpaged.execution.step_shape import StepShape, step_sizes
+from jaxpaged.execution.step_shape import TRANSFER_SIZES, StepShape, step_sizes
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import ModelFamily
 from jaxpaged.models.transformer import Transformer
@@ -176,7 +176,8 @@ def make_layout(
         )
         shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),
                           config.block_size, memory.num_blocks, max(NUM_TOP, config.max_logprobs),
-                          config.logprobs_mode == "processed_logprobs", config.enable_embeddings)
+                          config.logprobs_mode == "processed_logprobs", config.enable_embeddings,
+                          TRANSFER_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
         return EngineLayout(whole, partition, dtype, cache, shape, budget, max_model_len, memory)
 
     temporary_bytes = temporaries(layout_with(TRIAL_BLOCKS, 0))

@@ -35,7 +35,7 @@ from jaxpaged.execution.program_store import stored_blocks
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Partition, Placement
 from jaxpaged.execution.step_functions import Params
-from jaxpaged.execution.step_shape import TRANSFER_SIZES, StepShape
+from jaxpaged.execution.step_shape import StepShape
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
@@ -65,7 +65,6 @@ class ReadyModel:
     runner: ModelRunner
     info: EngineInfo
     shape: StepShape
-    transfer_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         attention=programs.attention,
         num_compiled=programs.num_compiled,
     )
-    return ReadyModel(runner, info, layout.shape, programs.transfer_sizes)
+    return ReadyModel(runner, info, layout.shape)
 
 
 def layout_of(
@@ -166,8 +165,7 @@ def programs_of(
         definition.graph, definition.shapes, definition.config,
         replace(layout.cache, num_layers=definition.config.num_layers), layout.shape, axes=definition.axes,
         placement=Placement.of(device.devices, layout.partition), vocab_size=definition.vocab_size, dtype=layout.dtype,
-        platform=device.platform, native=native, gpu_attention=config.gpu_attention, store=store,
-        transfer_sizes=TRANSFER_SIZES[device.platform] if config.swap_bytes(device.platform) else ())
+        platform=device.platform, native=native, gpu_attention=config.gpu_attention, store=store)
 
 
 def _layout_and_programs(

@@ -103,11 +103,11 @@ class ModelRunner:
         self._last_id = jnp.zeros(slots, jnp.int32, device=everywhere)
         self._sampling = jax.device_put(state_of((), slots), everywhere)
         self._vocab_size = programs.num_logits
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.processor_shapes(slots))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, programs.shapes.processors(slots))
         self._processors = jax.device_put(neutral_processors(slots, self._vocab_size), shardings)
         self._all_allowed = {
             rows: jax.device_put(neutral_allowed(rows, self._vocab_size), everywhere)
-            for rows in {shape.samples_of(size) for size in shape.sizes}
+            for rows in shape.sample_sizes()
         }
 
     @property

@@ -1,37 +1,28 @@
 """The closed set of compiled programs: nothing else runs on the device after start-up.
 
-`forward[T]` computes a step of T token rows, `sample[B]` draws after B of them, `sample_full[B]` does so in steps where
-a row wants more than a draw, `prompt_logprobs[64]` computes rows of prompts whose log probabilities are wanted.
-`admit[n]` writes n slots and `admit_full[1]` what only the full sampler reads, `table[n]` the block-table rows of n
-slots whose first blocks are there already. `copy[n]` copies n blocks in all layers; with host memory for blocks,
-`gather[n]` and `scatter[n]` take them out of the pools and put them back. They are ahead-of-time executables, which
-refuse a new shape instead of compiling for it.
+`program_kinds` says what they are. They are ahead-of-time executables, which refuse a new shape instead of compiling
+for it.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jaxpaged.core.errors import ConfigError
-from jaxpaged.execution import step_functions
-from jaxpaged.execution.kv_cache import KVCacheSpec, copy_blocks, gather_blocks, scatter_blocks
-from jaxpaged.execution.logit_processors import ProcessorState, neutral_processors
+from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.program_kinds import KINDS, ArgumentShapes
 from jaxpaged.execution.program_store import ProgramStore, StoreError, digest, environment_key
-from jaxpaged.execution.sampler import state_of
-from jaxpaged.execution.sharding import LOGITS, REPLICATED, Placement, pool_spec, spec_tree
+from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import XLA_ONLY, NativeKernels, Params, StepFunctions
-from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, ProgramName, StepShape
+from jaxpaged.execution.step_shape import SCORED_ROWS, ProgramName, StepShape
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.metadata import uses_mosaic
 from jaxpaged.models.transformer import Transformer
@@ -68,7 +59,6 @@ class ProgramSet:
         native: parts that do not run on XLA.
         gpu_attention: see `EngineConfig`.
         store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
-        transfer_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
 
     Raises:
         ConfigError: the device cannot work with the dtype of the pools, or with `gpu_attention`.
@@ -90,10 +80,8 @@ class ProgramSet:
         native: NativeKernels = XLA_ONLY,
         gpu_attention: str = "auto",
         store: Path | None = None,
-        transfer_sizes: Sequence[int] = (),
     ) -> None:
         self._cache = cache
-        self.transfer_sizes = tuple(transfer_sizes)
         self._config = config
         self._shape = shape
         self._platform = platform
@@ -106,9 +94,7 @@ class ProgramSet:
                               f"{placement.devices[0].device_kind} is older; use int8")
         self._functions = StepFunctions(graph, config, shape, placement, vocab_size, dtype, cache.dtype, native, target)
         self.placement = placement
-        self._param_specs = spec_tree(axes)
-        self.params = jax.tree.map(self._spec_of, params, self._param_specs)
-        self._pools = jax.tree.map(lambda leaf: self._spec_of(leaf, pool_spec(leaf)), cache.shapes(shape.num_blocks))
+        self.shapes = ArgumentShapes(params, axes, cache, shape, placement, config.vocab_size)
         self._compiled: dict[ProgramName, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
         self._store = None if store is None else self.store_in(store)
@@ -123,6 +109,11 @@ class ProgramSet:
         return ProgramStore(folder, self.key)
 
     @property
+    def params(self) -> Params:
+        """Shapes and shardings of the weights."""
+        return self.shapes.params
+
+    @property
     def key(self) -> dict[str, str]:
         """Everything that the programs depend on."""
         partition = self.placement.partition
@@ -131,9 +122,10 @@ class ProgramSet:
             "devices": f"{partition.kv} x {partition.share}",
             # What a text ends with, and how its weights were stored, changes no program.
             "model": digest(self._config.replace(eos_token_ids=(), checkpoint_dtype="")),
-            "weights": digest(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), self.params)),
+            "weights": digest(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), self.shapes.params)),
             "kv_cache_dtype": self._cache.dtype.name,
-            "shape": digest(self._shape),
+            # A store with programs that move blocks also serves an engine that moves none.
+            "shape": digest(replace(self._shape, transfer_sizes=())),
             "native_kernels": str(self._functions.native),
             "gpu_attention": str(self._functions.target),
         }
@@ -150,7 +142,7 @@ class ProgramSet:
 
     @property
     def uses_store(self) -> bool:
-        """Whether programs come from the store that was given."""
+        """Whether programs come from the given store."""
         return self._store is not None
 
     @property
@@ -164,19 +156,7 @@ class ProgramSet:
 
     def names(self) -> tuple[ProgramName, ...]:
         """The closed set, the slowest to compile first."""
-        sizes = self._shape.sizes
-        samples = sorted({self._shape.samples_of(size) for size in sizes})
-        return (
-            *(("forward", size) for size in reversed(sizes)),
-            *((kind, count) for kind in ("sample_full", "sample") for count in reversed(samples)),
-            *(("admit", count) for count in ADMIT_SIZES),
-            ("table", TABLE_ROWS),
-            ("admit_full", 1),
-            ("copy", COPY_BLOCKS),
-            ("prompt_logprobs", SCORED_ROWS),
-            *((kind, count) for kind in ("gather", "scatter") for count in self.transfer_sizes),
-            *((("hidden", SCORED_ROWS),) if self._shape.embeddings else ()),
-        )
+        return tuple((kind.name, size) for kind in KINDS.values() for size in kind.sizes(self._shape))
 
     def compile_all(self, done: Callable[[ProgramName], None]) -> None:
         """Compile, or read from the persistent cache, on two threads; `done` is called after each."""
@@ -195,7 +175,7 @@ class ProgramSet:
     def largest_temporaries(self) -> int:
         """Memory that the largest step takes for itself, and what its sampling keeps between steps."""
         size = self._shape.sizes[-1]
-        kept = jax.tree.leaves(self.processor_shapes(self._shape.max_num_seqs + 1))
+        kept = jax.tree.leaves(self.shapes.processors(self.shapes.slots))
         names: list[ProgramName] = [("forward", size), ("sample_full", self._shape.samples_of(size)),
                                     ("prompt_logprobs", SCORED_ROWS)]
         with ThreadPoolExecutor(len(names)) as threads:  # on a GPU, seconds each
@@ -238,85 +218,6 @@ class ProgramSet:
     def lower(self, name: ProgramName) -> jax.stages.Lowered:
         """The program before it is compiled, which can also be done for a device that is not there; see `aot`."""
         # Inside shard_map the mesh says which devices they are.
+        kind, size = name
         with nullcontext() if self.placement.mesh else lowering_for(self.placement.devices[0]):
-            return self._lowered(*name)
-
-    def _lowered(self, kind: str, count: int) -> jax.stages.Lowered:
-        slots = self._shape.max_num_seqs + 1
-        ids = self._spec((slots,), jnp.int32)
-        table = self._spec((slots, self._shape.table_width), jnp.int32)
-        if kind == "table":
-            rows = self._spec((count, self._shape.table_width), jnp.int32)
-            return jax.jit(step_functions.write_table, donate_argnums=0).lower(
-                table, rows, self._spec((count,), jnp.int32))
-        pools = jax.tree.map(pool_spec, self._pools)
-        blocks = self._spec((count,), jnp.int32)
-        by_slices = self._platform == "cpu"
-        if kind == "copy":
-            copy = partial(copy_blocks, by_slices=by_slices)
-            spread = self.placement.spread(copy, (pools, REPLICATED, REPLICATED), pools)
-            return jax.jit(spread, donate_argnums=0).lower(self._pools, blocks, blocks)
-        if kind == "gather":
-            gather = partial(gather_blocks, by_slices=by_slices)
-            spread = self.placement.spread(gather, (pools, REPLICATED), pools)
-            return jax.jit(spread).lower(self._pools, blocks)
-        if kind == "scatter":
-            scatter = partial(scatter_blocks, by_slices=by_slices)
-            spread = self.placement.spread(scatter, (pools, pools, REPLICATED), pools)
-            content = jax.tree.map(lambda leaf: self._spec_of(leaf, pool_spec(leaf)), self._cache.shapes(count))
-            return jax.jit(spread, donate_argnums=0).lower(self._pools, content, blocks)
-        if kind == "forward":
-            packed = self._spec((4 * count + 2 * self._shape.samples_of(count),), jnp.int32)
-            spread = self.placement.spread(
-                self._functions.forward(count), (self._param_specs, pools, REPLICATED, REPLICATED, REPLICATED),
-                (LOGITS, pools, REPLICATED, REPLICATED, REPLICATED))
-            run = jax.jit(spread, donate_argnums=(1, 2))
-            return run.lower(self.params, self._pools, table, ids, packed)
-        if kind == "prompt_logprobs":
-            packed = self._spec((5 * count,), jnp.int32)
-            spread = self.placement.spread(
-                self._functions.score(count), (self._param_specs, pools, REPLICATED, REPLICATED),
-                (pools, REPLICATED, REPLICATED))
-            return jax.jit(spread, donate_argnums=(1, 2)).lower(self.params, self._pools, table, packed)
-        if kind == "hidden":
-            packed = self._spec((4 * count,), jnp.int32)
-            spread = self.placement.spread(
-                self._functions.hidden(count), (self._param_specs, pools, REPLICATED, REPLICATED),
-                (pools, REPLICATED, REPLICATED))
-            return jax.jit(spread, donate_argnums=(1, 2)).lower(self.params, self._pools, table, packed)
-        state = self._placed(jax.eval_shape(lambda: state_of((), slots)))
-        if kind == "sample":
-            logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
-            rows = self._spec((count,), jnp.int32)
-            spread = self.placement.spread(
-                self._functions.plain_sample(), (REPLICATED, REPLICATED, LOGITS, REPLICATED, REPLICATED), REPLICATED)
-            return jax.jit(spread, donate_argnums=1).lower(state, ids, logits, rows, rows)
-        if kind == "sample_full":
-            logits = self._spec((count, self._config.vocab_size), jnp.float32, LOGITS)
-            rows = self._spec((count,), jnp.int32)
-            processors, allowed = self.processor_shapes(slots), self.processor_shapes(count).allowed
-            state_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, processors) if self.placement.mesh else None
-            spread = self.placement.spread(
-                self._functions.full_sample(),
-                (REPLICATED, state_specs, REPLICATED, LOGITS, REPLICATED, REPLICATED, REPLICATED),
-                (REPLICATED, state_specs, REPLICATED, REPLICATED))
-            return jax.jit(spread, donate_argnums=(1, 2)).lower(state, processors, ids, logits, rows, rows, allowed)
-        if kind == "admit_full":
-            return jax.jit(step_functions.admit_full, donate_argnums=0).lower(
-                self.processor_shapes(slots), self.processor_shapes(count), self._spec((count,), jnp.int32))
-        rows = self._placed(jax.eval_shape(lambda: state_of((), count)))
-        return jax.jit(step_functions.admit, donate_argnums=0).lower(state, rows, self._spec((count,), jnp.int32))
-
-    def processor_shapes(self, rows: int) -> ProcessorState:
-        """Shapes and shardings of so many rows; devices share the counts as they share the logits."""
-        shapes: ProcessorState = jax.eval_shape(lambda: neutral_processors(rows, self._config.vocab_size))
-        return replace(self._placed(shapes), counts=self._spec_of(shapes.counts, LOGITS))
-
-    def _spec(self, shape: Sequence[int], dtype: Any, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.placement.sharding(spec))
-
-    def _spec_of(self, leaf: Any, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
-        return self._spec(leaf.shape, leaf.dtype, spec)
-
-    def _placed(self, tree: Any) -> Any:
-        return jax.tree.map(self._spec_of, tree)
+            return KINDS[kind].lower(self._functions, self.shapes, size)

@@ -10,7 +10,7 @@ SCORED_ROWS = 64  # of one `prompt_logprobs` program: logits of a whole step wou
 ADMIT_SIZES = (1, 8)
 TABLE_ROWS = 8
 COPY_BLOCKS = 8
-TRANSFER_SIZES = {"cpu": (8, 1), "cuda": (64, 8, 1)}  # blocks that move from or to host memory at once
+TRANSFER_SIZES = {"cpu": (8, 1), "cuda": (64, 8, 1)}  # blocks that one program moves to host memory or back
 
 
 def step_sizes(max_num_batched_tokens: int, platform: str) -> tuple[int, ...]:
@@ -38,6 +38,7 @@ class StepShape:
         num_top: alternatives that log probabilities can have.
         processed_logprobs: see `sample_full`.
         embeddings: whether there is a program for them.
+        transfer_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.
     """
 
     sizes: tuple[int, ...]
@@ -48,11 +49,16 @@ class StepShape:
     num_top: int = NUM_TOP
     processed_logprobs: bool = False
     embeddings: bool = False
+    transfer_sizes: tuple[int, ...] = ()
 
     def samples_of(self, size: int) -> int:
         """Sampled rows of a step of `size` tokens."""
         return min(size, self.max_num_seqs)
 
+    def sample_sizes(self) -> tuple[int, ...]:
+        """Descending numbers of sampled rows that steps are padded to."""
+        return tuple(sorted({self.samples_of(size) for size in self.sizes}, reverse=True))
+
     def size_for(self, tokens: int, samples: int = 0) -> int:
-        """The least size that holds so many tokens and sampled rows."""
+        """The smallest size that holds so many tokens and sampled rows."""
         return next(size for size in self.sizes if size >= tokens and self.samples_of(size) >= samples)

@@ -42,8 +42,9 @@ def logits(config: ModelConfig, size: int) -> np.ndarray:
     rows[2], rows[3] = np.arange(TOKENS) * 5 % 64, -1
     rows[3, [0, 12]] = 1, 2
     step = np.concatenate([rows.ravel(), [11, 15, 0, 1]]).astype(np.int32)
-    pools = jax.tree.map(lambda wanted: placement.put(np.zeros(wanted.shape, wanted.dtype), wanted), programs._pools)
-    table, last_id, packed = (placement.put(array, programs._spec(array.shape, jnp.int32)) for array in (
+    wanted = programs.shapes
+    pools = jax.tree.map(lambda leaf: placement.put(np.zeros(leaf.shape, leaf.dtype), leaf), wanted.pools)
+    table, last_id, packed = (placement.put(array, wanted.int32(*array.shape)) for array in (
         np.zeros((SLOTS + 1, 4), np.int32), np.zeros(SLOTS + 1, np.int32), step))
     found, *_ = programs.get(("forward", TOKENS))(params, pools, table, last_id, packed)
     return np.asarray(found)
