@@ -52,7 +52,7 @@ PER_LAYER_KERNEL = "paged_attention_combine"  # one in each layer, after everyth
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One program: bytes, launches, and its Pallas kernels as dicts of `aot.Kernel`, with what the launch adds."""
+    """One program: bytes, launches, and its Pallas kernels as dicts of `gpu_code.Kernel`, with what the launch adds."""
 
     gpu: str
     model: str
@@ -124,13 +124,14 @@ def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) 
 
 def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, model: str, layers: int,
          suffix: str = "") -> Row:
+    from bench import gpu_code
     from jaxpaged.execution import aot
 
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
-        with aot.mosaic_dump(dump):
+        with gpu_code.mosaic_dump(dump):
             compiled = programs.compile(program, aot.dump_options(dump))
-        facts = aot.analyse(compiled, dump, kernels=KERNELS)
+        facts = gpu_code.analyse(compiled, dump, kernels=KERNELS)
     names = [launch.name for launch in facts.work]
     marks = [index for index, name in enumerate(names) if name.startswith(PER_LAYER_KERNEL)]
     kernels = []
@@ -138,7 +139,7 @@ def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, mo
         launch = facts.launch_of(kernel)
         kernels.append(asdict(kernel) | {"name": MOSAIC if kernel.is_mosaic else kernel.name} | {
             "grid": launch.grid, "threads": launch.threads, "shared_bytes": launch.shared_bytes,
-            "blocks_per_sm": aot.resident_blocks(kernel, launch, gpu)})
+            "blocks_per_sm": gpu_code.resident_blocks(kernel, launch, gpu)})
     return Row(
         gpu=gpu.name, model=model, program=f"{program[0]}[{program[1]}]{suffix}", layers=layers,
         pool_bytes=sum(pools), largest_pool=max(pools),

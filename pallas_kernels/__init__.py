@@ -1,1 +1,1 @@
-"""Attention kernels and their plain specification: arrays in, arrays out."""
+"""Attention kernels and their reference implementation: arrays in, arrays out."""

@@ -90,7 +90,7 @@ def compile_programs(
         executable = programs.compile(name)
         seconds = time.monotonic() - began
         counted = _count_kernels(small, name) if small else (None, None)
-        return CompiledProgram(executable, seconds, aot.analyse(executable), *counted)
+        return CompiledProgram(executable, seconds, aot.facts_of(executable), *counted)
 
     done: dict[ProgramName, CompiledProgram] = {}
     # What the cache has read back cannot be written down again, and JAX may hold some of that in memory.
@@ -112,9 +112,10 @@ def _count_kernels(small: Sequence["ProgramSet"], name: "ProgramName") -> tuple[
     for programs in small if name[0] == "forward" else small[-1:]:
         with tempfile.TemporaryDirectory() as folder:
             # A second time: where XLA leaves its notes would become a part of the program that is kept.
-            facts = aot.analyse(programs.compile(name, aot.dump_options(Path(folder))), Path(folder))
-        counts.append(len(facts.work))
-    return counts[-1] - (counts[0] if len(counts) > 1 else 0), facts.command_buffers
+            programs.compile(name, aot.dump_options(Path(folder)))
+            kinds = [thunk.kind for thunk in aot.thunks(Path(folder))]
+        counts.append(sum(kind not in aot.BRACKETS for kind in kinds))
+    return counts[-1] - (counts[0] if len(counts) > 1 else 0), kinds.count("CommandBuffer")
 
 
 def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int, kernels: bool) -> None:
@@ -160,7 +161,7 @@ def table(compiled: dict["ProgramName", CompiledProgram]) -> list[str]:
         launches = "" if item.kernels is None else f"{item.kernels:g}{' per layer' if kind == 'forward' else ''}"
         rows.append((
             f"{kind} {count}", f"{item.seconds:.1f}", _mib(facts.argument_bytes), _mib(facts.alias_bytes),
-            _mib(facts.temporary_bytes), launches, str(len(facts.collectives)),
+            _mib(facts.temporary_bytes), launches, str(facts.collectives),
             "" if item.command_buffers is None else str(item.command_buffers)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"

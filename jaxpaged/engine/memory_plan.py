@@ -1,4 +1,4 @@
-"""How many KV blocks a device holds: a pure function of the model, the flags and the device's description."""
+"""The number of KV blocks that a device holds: a pure function of the model, the flags and the device's description."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class MemoryPlan:
     Attributes:
         memory_bytes: the device's total memory, or what the process may use on CPU.
         allowed_bytes: the share of it that may be used.
-        block_bytes: one block in all layers, keys and values, as far as one device holds them.
-        kv_bytes_per_token: of all layers and KV heads, on however many devices they lie.
+        block_bytes: one device's part of one block in all layers, keys and values.
+        kv_bytes_per_token: of all layers and KV heads, over all devices.
     """
 
     num_devices: int
@@ -44,12 +44,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for two blocks, of which the null block is one, and nothing is over."""
+        """Whether there is room for two blocks, the null block included, within the allowed memory."""
         return self.num_blocks >= 2 and self.needed_bytes <= self.allowed_bytes
 
     @property
     def tokens(self) -> int:
-        """Tokens that the pool holds; the null block holds none."""
+        """Tokens that fit the pool; the null block holds none."""
         return max(self.num_blocks - 1, 0) * self.block_size
 
     def concurrent(self, length: int) -> int:
@@ -57,7 +57,7 @@ class MemoryPlan:
         return max(self.num_blocks - 1, 0) // -(-length // self.block_size)
 
     def lines(self, device: str, lengths: tuple[int, ...]) -> list[str]:
-        """The plan for people, with the number of requests of each of these lengths."""
+        """The plan as text, with the number of concurrent requests of each of these lengths."""
         each = "" if self.num_devices == 1 else f", on each of {self.num_devices} devices"
         requests = ", ".join(f"{self.concurrent(length):,} of {length:,}" for length in lengths)
         return [
@@ -86,16 +86,16 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the pool; all bytes are those of one device, apart from `kv_bytes_per_token`.
 
-    On CPU the pool is min(2 GiB, a quarter of the memory), in all, unless a flag says otherwise.
+    On CPU the pools of all devices together are min(2 GiB, a quarter of the memory), unless a flag says otherwise.
 
     Args:
         temporary_bytes: of the largest step.
-        share, pool_bytes, num_blocks: the flags; the last one given decides.
+        share, pool_bytes, num_blocks: the flags; the last given one wins.
 
     Returns:
         A plan that may not fit; see `MemoryPlan.fits`.
     """
-    # What a flag names outright, or the CPU's fixed size, may use memory to the full.
+    # A size that a flag names, or the CPU's fixed size, may use all of the memory.
     by_share = num_blocks is None and pool_bytes is None and not (on_cpu and share is None)
     allowed = int(memory_bytes * (share or DEFAULT_MEMORY_SHARE)) if by_share else memory_bytes
     reserve = RESERVE_BYTES if by_share else 0
@@ -123,9 +123,9 @@ def refusal(plan: MemoryPlan, remedies: list[str]) -> str:
 
 
 def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, samples: int, itemsize: int) -> int:
-    """Bytes that the largest step may take for itself on each device, where no compiler can tell.
+    """Upper bound on the bytes of the largest step's temporaries on each device, where none is compiled.
 
-    A sum of what a layer and the sampler keep at once: residual, norm, queries, keys and values before and after their
+    What a layer and the sampler hold at once: residual, norm, queries, keys and values before and after their
     rotation in float32, attention's output, three MLP activations, and eight arrays of logits. The tests compare it
     with compiled steps.
     """
@@ -138,5 +138,5 @@ def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, sampl
 
 
 def size_text(size: int) -> str:
-    """Bytes for people."""
+    """Bytes as text."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -1,11 +1,10 @@
-"""Does attention by Mosaic GPU give the right results on the GPU that is here? Found out at start, before it is used.
+"""Checks at start-up that attention by Mosaic GPU is correct on this GPU, before the engine uses it.
 
-The kernel was compiled and interpreted, and no GPU had run it when it was written. So, unless a flag chooses, it first
-computes a few sequences in a process of its own, in the shape in which the model will use it, beside the plain
-specification. A wrong result, a crash or a hang there costs one warning, and Triton computes attention.
+The kernel had been compiled and interpreted, but not run on a GPU, when it was written. So, unless a flag chooses, a
+separate process first computes a few sequences in the model's shapes and compares them with the reference. A wrong
+result, a crash or a hang there costs one warning, and Triton computes attention.
 
-The process takes no more of the GPU's memory than it needs, some hundred MiB and CUDA's own: the engine may have its
-share already.
+The process allocates only what it needs, some hundred MiB and CUDA's own: the engine may have preallocated its share.
 """
 
 import contextlib
@@ -39,13 +38,13 @@ logger = logging.getLogger(__name__)
 MAX_SECONDS = 90.0  # mostly of importing, starting CUDA and compiling
 _KILL_SECONDS = 5.0  # a process whose GPU hangs may not end even when killed
 PROGRAM = (sys.executable, "-m", "jaxpaged.engine.mosaic_check")
-TOKENS = 16  # of the step that is tried
+TOKENS = 16  # in the step that is tried
 LIMITS = {"bfloat16": 0.03, "float16": 0.01}  # results are of the size of 1
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is tried; windows: all that the layers have, None for none; interpret: on the CPU, for tests."""
+    """What is tried; windows: those of all layers, None for full attention; interpret: on the CPU, for tests."""
 
     group: int
     kv_heads: int
@@ -64,7 +63,7 @@ class Case:
 
 
 def failure_of(case: Case, seconds: float = MAX_SECONDS, program: Sequence[str] = PROGRAM) -> str | None:
-    """Try a case in a process of its own; None if all is well, else what happened, for people."""
+    """Try a case in a separate process; None if it passes, else what happened, as text."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryFile() as output:
@@ -89,7 +88,7 @@ def choose_gpu_attention(
     wanted: str, model: ModelConfig, page_size: int, dtype: jnp.dtype, cache_dtype: jnp.dtype, device: DeviceInfo,
     find_failure: Callable[[Case], str | None] = failure_of,
 ) -> str:
-    """`wanted` of --gpu-attention, or "triton" where it leaves the choice and Mosaic GPU fails on the device."""
+    """`wanted` of --gpu-attention, or "triton" where that is auto and Mosaic GPU fails on the device."""
     if wanted != "auto" or device.platform != "cuda":
         return wanted
     target = GpuTarget.of(device.devices[0], wanted, sharded=len(device.devices) > 1)
@@ -105,7 +104,7 @@ def choose_gpu_attention(
 
 def main(argv: Sequence[str]) -> int:
     """Try the case that the one argument holds as JSON; 0 if the results are right."""
-    signal.alarm(int(2 * MAX_SECONDS))  # a hanging process ends even where nobody is left to kill it
+    signal.alarm(int(2 * MAX_SECONDS))  # ends a hanging process even if its parent is gone
     case = Case(**json.loads(argv[0]))
     device = select_device("cpu" if case.interpret else "cuda").devices[0]
     target = GpuTarget((9, 0), 1, interpret=True, mosaic=True) if case.interpret else GpuTarget.of(device, "mosaic")
@@ -116,14 +115,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _largest_error(case: Case, window: int | None, target: GpuTarget) -> float:
-    """Of some steps, the largest difference from the plain specification; infinite where something is no number."""
+    """The largest difference from the reference over some steps; infinite where a result is not finite."""
     page, heads = case.page_size, case.group * case.kv_heads
-    # Context and new tokens of sequences: around a page's borders, long enough to be split, a piece of a prompt.
-    pieces = [(1, 1), (page - 1, 1), (page, 1), (page + 1, 1), (300, 1), (700, 1), (2 * page + 3, 3)]
-    slots, width = len(pieces), -(-700 // page)
+    # Context and new tokens of sequences: around a page's borders, long enough to be split, a chunk of a prompt.
+    chunks = [(1, 1), (page - 1, 1), (page, 1), (page + 1, 1), (300, 1), (700, 1), (2 * page + 3, 3)]
+    slots, width = len(chunks), -(-700 // page)
     slot, position = np.full(TOKENS, slots, np.int32), np.zeros(TOKENS, np.int32)
     rows = 0
-    for index, (context, new) in enumerate(pieces):
+    for index, (context, new) in enumerate(chunks):
         slot[rows : rows + new], position[rows : rows + new] = index, np.arange(context - new, context)
         rows += new
     dtype = jnp.dtype(case.dtype)
@@ -142,10 +141,10 @@ def _largest_error(case: Case, window: int | None, target: GpuTarget) -> float:
     for seed in range(1 if case.interpret else 3):
         rng = np.random.default_rng(seed)
         used = rng.permutation(slots * width).reshape(slots, width) + 1
-        held = np.arange(width) * page < np.array([[context] for context, _ in pieces])
-        # What must not be read is page 0, which is full of what is no number.
+        in_use = np.arange(width) * page < np.array([[context] for context, _ in chunks])
+        # Page 0, which must not be read, is full of NaN.
         table = np.zeros((slots + 1, width), np.int32)
-        table[:slots] = np.where(held, used, 0)
+        table[:slots] = np.where(in_use, used, 0)
         q = jnp.asarray(rng.standard_normal((TOKENS, heads, case.head_dim)), case.dtype)
         shape = (slots * width + 1, page, case.kv_heads, case.head_dim)
         k, v = (jnp.asarray(rng.standard_normal(shape), case.dtype) for _ in range(2))

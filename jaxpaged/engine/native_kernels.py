@@ -1,4 +1,4 @@
-"""Which parts of a step run in native CPU kernels: what the user wants, and what can be built here."""
+"""Chooses the parts of a step that run in native CPU kernels, by the flags and by what can be built here."""
 
 import jax.numpy as jnp
 
@@ -16,14 +16,14 @@ from jaxpaged.pallas_kernels.kv_pages import is_scaled
 def choose_native(
     config: EngineConfig, platform: str, model: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, report: Report
 ) -> NativeKernels:
-    """Choose, and build and register what is chosen; one line to `report` where something cannot be built.
+    """Choose native kernels, build and register them; reports one line if they cannot be built.
 
     Args:
         platform: "cpu" or "cuda".
         dtype, cache_dtype: of the weights and the KV pool.
 
     Raises:
-        ConfigError: a native kernel is demanded that cannot run here.
+        ConfigError: a flag demands a native kernel that cannot run here.
     """
     attention = _wanted("--cpu-attention", config.cpu_attention, platform, {"--dtype": dtype,
                                                                             "--kv-cache-dtype": cache_dtype})

@@ -36,11 +36,11 @@ from jaxpaged.pallas_kernels.kv_pages import max_addressable, page_dtype
 
 Report = Callable[[str], None]
 
-# Temporaries are reused from layer to layer: a model of so many layers takes as much as the whole one.
+# Temporaries are reused from layer to layer: a model of two layers needs as many as the whole one.
 TRIAL_LAYERS = 2
 TRIAL_BLOCKS = 64
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_USABLE_SHARE = 0.97  # of a GPU's memory: its driver keeps some
+MAX_USABLE_SHARE = 0.97  # of a GPU's memory: its driver reserves some
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class EngineLayout:
 
 
 def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition: Partition) -> ModelDefinition:
-    """The definition of a model that these devices share; no weights are made."""
+    """The definition of a model partitioned over devices; no weights are made."""
     axis = TENSOR if partition.size > 1 else None
 
     def split(sizes: ModelConfig) -> tuple[nnx.GraphDef[Transformer], Params]:
@@ -111,7 +111,7 @@ def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition
 
 
 def temporaries_by_bound(layout: EngineLayout, model: ModelConfig, tokens: int | None = None) -> int:
-    """Bytes that the largest step takes for itself on each device at most, where no compiler tells.
+    """Upper bound on the bytes of the largest step's temporaries on each device, where none is compiled.
 
     Args:
         tokens: of another largest step.
@@ -125,13 +125,13 @@ def model_dtype(wanted: str, model: ModelConfig, platform: str) -> jnp.dtype:
     """Dtype of weights and activations.
 
     Raises:
-        CheckpointError: the checkpoint's is wanted, and it is none that a model runs in.
+        CheckpointError: the checkpoint's dtype is wanted, and no model runs in it.
     """
     if wanted == "auto":
         wanted = "float32" if platform == "cpu" else model.checkpoint_dtype
     if wanted not in DTYPES:
-        raise CheckpointError(f"config.json: no model runs in the dtype {wanted}; name one of {', '.join(DTYPES)} with "
-                              "--dtype")
+        raise CheckpointError(f"config.json: no model runs in the dtype {wanted}; choose one of {', '.join(DTYPES)} "
+                              "with --dtype")
     return jnp.dtype(wanted)
 
 
@@ -145,17 +145,17 @@ def make_layout(
     temporaries: Callable[["EngineLayout"], int],
     report: Report,
 ) -> EngineLayout:
-    """Plan the engine.
+    """Choose every size that the engine runs with.
 
     Args:
         model: the model as its checkpoint describes it.
         definition: see `define`.
-        temporaries: bytes that the largest step takes for itself on each device; called with a layout whose pool is
+        temporaries: bytes of the largest step's temporaries on each device; called with a layout whose pool is
             small. A step's temporaries do not depend on the pool.
-        report: takes a line where the context had to be lowered.
+        report: called with a line where the context had to be lowered.
 
     Raises:
-        ConfigError: the model does not fit, or cannot be shared out to so many devices.
+        ConfigError: the model does not fit, or cannot be divided over so many devices.
     """
     on_cpu = device.platform == "cpu"
     partition = partition_of(model, config.tensor_parallel_size)
@@ -206,19 +206,19 @@ def lengths_of_interest(max_model_len: int) -> tuple[int, ...]:
 def _remedies(
     layout: EngineLayout, config: EngineConfig, model: ModelConfig, whole: ModelDefinition, on_cpu: bool
 ) -> list[str]:
-    """Flags of which each would make room by itself."""
-    memory, size, least = layout.memory, layout.partition.size, 2 * layout.memory.block_bytes
-    fixed = memory.temporary_bytes + memory.reserve_bytes + least
+    """Flags, each of which would make room by itself."""
+    memory, size, min_pool = layout.memory, layout.partition.size, 2 * layout.memory.block_bytes
+    fixed = memory.temporary_bytes + memory.reserve_bytes + min_pool
 
     def fits(weight_bytes: int) -> bool:
         return weight_bytes + fixed <= memory.allowed_bytes
 
     room = memory.allowed_bytes - memory.weight_bytes - memory.temporary_bytes - memory.reserve_bytes
-    if room >= least and config.num_gpu_blocks_override is not None:
+    if room >= min_pool and config.num_gpu_blocks_override is not None:
         return [f"--num-gpu-blocks-override {room // memory.block_bytes} or less"]
-    if room >= least and config.kv_cache_memory_bytes is not None:
+    if room >= min_pool and config.kv_cache_memory_bytes is not None:
         return [f"--kv-cache-memory-bytes {room} or less" if memory.num_blocks > 1 else
-                f"--kv-cache-memory-bytes {least} or more"]
+                f"--kv-cache-memory-bytes {min_pool} or more"]
     found = []
     # On CPU all devices share one memory.
     for count in possible_sizes(model) if not on_cpu else ():
@@ -231,7 +231,7 @@ def _remedies(
     share_needed = math.ceil((memory.weight_bytes + fixed) / memory.memory_bytes * 100) / 100
     if memory.allowed_bytes / memory.memory_bytes < share_needed <= MAX_USABLE_SHARE:
         found.append(f"--gpu-memory-utilization {share_needed:.2f} or more")
-    left = memory.allowed_bytes - memory.weight_bytes - memory.reserve_bytes - least
+    left = memory.allowed_bytes - memory.weight_bytes - memory.reserve_bytes - min_pool
     if 0 < left < memory.temporary_bytes:
         tokens = layout.max_num_batched_tokens * left // memory.temporary_bytes
         while tokens and temporaries_by_bound(layout, model, tokens) > left:

@@ -1,1 +1,1 @@
-"""Padding to a bucket, the compiled programs, the pools and the memory plan."""
+"""The compiled programs, the pools and the runner that dispatches steps to the device."""

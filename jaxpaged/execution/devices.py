@@ -32,9 +32,9 @@ def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEM
 
     The platform is fixed before any backend starts: an installed GPU plugin that finds no GPU would print a traceback.
 
-    A CPU counts as as many devices as are asked for, if its backend has not started yet. On a GPU JAX takes
-    `memory_share` of the memory for itself at once and never more, so that several processes can share one by their
-    shares; if its backend has started already, the share that it took then counts as the one asked for.
+    The CPU backend is split into `count` devices if it has not started yet. On a GPU JAX preallocates `memory_share` of
+    the memory and never uses more, so that several processes can share a GPU; if the backend has started already, the
+    share that it preallocated then counts as `memory_share`.
 
     Raises:
         ConfigError: there are no such devices here, or the process has already started another backend.
@@ -66,7 +66,7 @@ def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEM
 
 
 def _limit_preallocation(share: float) -> None:
-    """Let JAX's allocator on a GPU have this share of its memory; the user's other options stay."""
+    """Limit JAX's allocator on a GPU to this share of its memory; the user's other options stay."""
     given = jax.config.jax_pjrt_client_create_options  # type: ignore[attr-defined]
     if isinstance(given, str):
         given = dict(item.split(":", 1) for item in given.split(";") if item)
@@ -74,14 +74,14 @@ def _limit_preallocation(share: float) -> None:
 
 
 def _split_cpu(count: int) -> None:
-    """Let the CPU backend, which has not started yet, have at least `count` devices."""
-    with contextlib.suppress(RuntimeError):  # it has started: then what it has counts
+    """Split the CPU backend into at least `count` devices."""
+    with contextlib.suppress(RuntimeError):  # it has started: its number of devices stays
         if jax.config.jax_num_cpu_devices < count:  # type: ignore[attr-defined]
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def fix_platform(wanted: str) -> str:
-    """The platform that `wanted` ("auto", "cpu" or "cuda") means here; JAX starts no other, unless told before."""
+    """The platform that `wanted` ("auto", "cpu" or "cuda") means here; JAX starts no other, unless configured."""
     platform = wanted if wanted != "auto" else ("cuda" if has_nvidia_gpu() else "cpu")
     if not _fixed_platforms():
         jax.config.update("jax_platforms", platform)
@@ -99,7 +99,7 @@ def usable_cores() -> int:
 
 
 def process_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or the least of its control groups' and own limits."""
+    """Memory that this process may use: the machine's, or the lowest limit of its control groups and its own."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         path = Path(name)

@@ -1,4 +1,4 @@
-"""The full variant of the sampler: what only some requests want, so that batches without them pay for none of it."""
+"""The full variant of the sampler: features that only some requests use, so that other batches do not pay for them."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ def sample_full(
     step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool,
     shards: VocabShards = ONE_SHARD,
 ) -> tuple[jax.Array, ProcessorState, jax.Array]:
-    """Pick one token per row and tell its log probability.
+    """Pick one token per row and return its log probability.
 
     Args:
         logits: [B, V] float32.
@@ -30,9 +30,9 @@ def sample_full(
         processors: of all slots.
         slot: [B] int32, the rows' slots.
         position: [B] int32, the sequence position that the new token will have.
-        step_allowed: [B, W] uint32, tokens that may come in this step, a bit for each.
+        step_allowed: [B, W] uint32, tokens allowed in this step, a bit for each.
         num_top: alternatives to report, see `packed_logprobs`.
-        processed_logprobs: log probabilities of what is drawn from, not of the model's own logits.
+        processed_logprobs: log probabilities after all processing, not of the model's own logits.
         shards: how devices share the logits.
 
     Returns:
@@ -43,17 +43,17 @@ def sample_full(
     processed = process_logits(logits, processors, slot, active, position, step_allowed, shards)
     ids = sample(processed, state, position, shards)
     failed = ids == FAILED_TOKEN
-    # A row that had finite logits before what is forbidden was taken from them is at a dead end, not broken.
+    # A row whose logits were finite before bans were applied is at a dead end, not broken.
     sound = lax.cond(jnp.any(failed), lambda: _sound(logits, shards), lambda: failed)
     ids = jnp.where(failed & sound, NO_TOKEN_LEFT, ids)
 
-    def tell() -> jax.Array:
-        told = _drawn_from(processed, state, shards) if processed_logprobs else logits
-        return packed_logprobs(told, ids, num_top, shards)
+    def report() -> jax.Array:
+        reported = _drawn_from(processed, state, shards) if processed_logprobs else logits
+        return packed_logprobs(reported, ids, num_top, shards)
 
     nothing = jnp.zeros((logits.shape[0], packed_width(num_top)), jnp.int32)
     return (ids, note_tokens(processors, slot, active, ids, shards),
-            lax.cond(jnp.any(state.logprobs), tell, lambda: nothing))
+            lax.cond(jnp.any(state.logprobs), report, lambda: nothing))
 
 
 def sample_full_in_kernels(
@@ -73,16 +73,16 @@ def sample_full_in_kernels(
     active, wanted = jnp.asarray(state.processed)[slot], jnp.asarray(state.logprobs)[slot]
     processed = process_logits(logits, processors, slot, active, position, step_allowed, branches=False)
     parameters = SlotParameters(*(jnp.asarray(getattr(state, name)) for name in SlotParameters._fields))
-    told = logits
+    reported = logits
     if processed_logprobs:
         ids, last_id, lowest = sample_with_cutoff(processed, parameters, slot, position, last_id, target=target)
         temperature = parameters.temperature[slot]
         scaled = processed / jnp.where(temperature > 0, temperature, 1)[:, None]
-        told = jnp.where(processed >= lowest[:, None], scaled, -jnp.inf)
+        reported = jnp.where(processed >= lowest[:, None], scaled, -jnp.inf)
     else:
         ids, last_id = sample_in_kernel(processed, parameters, slot, position, last_id, target=target)
     ids = jnp.where((ids == FAILED_TOKEN) & _sound(logits, ONE_SHARD), NO_TOKEN_LEFT, ids)
-    packed = packed_logprobs(told, ids, num_top, best=partial(top_tokens, wanted=wanted, target=target))
+    packed = packed_logprobs(reported, ids, num_top, best=partial(top_tokens, wanted=wanted, target=target))
     return ids, note_tokens(processors, slot, active, ids), last_id, jnp.where(wanted[:, None], packed, 0)
 
 

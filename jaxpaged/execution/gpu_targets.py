@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as data, from public facts: what XLA has to know of one to compile for it where there is none."""
+"""NVIDIA GPUs as data, from public facts: what XLA needs to compile for one that is not there."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class GpuSpec:
         kind: as its driver and JAX's `device_kind` spell it.
         compute_capability: major and minor.
         num_sms: streaming multiprocessors.
-        shared_bytes_per_sm, shared_bytes_per_block: the latter is the most that one block can opt in to.
+        shared_bytes_per_sm, shared_bytes_per_block: the latter is the maximum that one block can opt in to.
         threads_per_sm: resident at once.
         memory_bytes: total, as nvidia-smi lists it.
         memory_bandwidth: bytes per second.
@@ -101,7 +101,7 @@ def find_gpu(name: str) -> GpuSpec:
     """The GPU of this name.
 
     Raises:
-        ConfigError: there is none; the text lists those that there are.
+        ConfigError: the name is unknown; the text lists the known ones.
     """
     if name not in GPUS:
         raise ConfigError(f"no GPU named {name!r}; known are {', '.join(GPUS)}")

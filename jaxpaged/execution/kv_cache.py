@@ -1,4 +1,4 @@
-"""The page pools: their layout and their size in bytes. Axis 0 is always the block."""
+"""The page pools: their layout, their size in bytes, and copies of whole blocks. Axis 0 is always the block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class KVCacheSpec:
         self, num_blocks: int, sharding: Callable[[PartitionSpec], jax.sharding.Sharding],
         settle: Callable[[jax.Array], None] = lambda pool: None,
     ) -> Pools:
-        """Zeroed pools on their devices, made one by one; `settle` sees each before the next."""
+        """Zeroed pools on their devices, made one by one; `settle` is called with each before the next is made."""
         def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
             pool = jnp.zeros(leaf.shape, leaf.dtype, device=sharding(pool_spec(leaf)))
             settle(pool)

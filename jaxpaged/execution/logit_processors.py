@@ -1,7 +1,7 @@
-"""Changes to the logits that a request asks for: penalties, biases, tokens that must not come.
+"""Changes to the logits that a request asks for: penalties, biases, banned tokens.
 
-What they need lives on the device, one row per slot, written when a request gets its slot: from then on a step brings
-nothing for them. Only requests that ask for one own their row; in other slots it is stale and does not count.
+Their state lives on the device, one row per slot, written when a request is admitted to its slot: from then on a step
+transfers nothing for them. Only requests with processors write their row; in other slots it is stale and ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ Rows = Any  # a numpy array on the host, a jax.Array on the device
 
 _NO_TOKEN = -1
 _ALL = np.uint32(0xFFFFFFFF)
-# A bias of 100 is documented to decide alone, one of -100 to exclude, at any temperature that is of use.
+# A bias of 100 forces the token, one of -100 bans it, at any useful temperature.
 _FORCE, _BAN = 1e4, -np.inf
 _MAX_REPETITION = 1e20  # beyond it logits would leave float32's range
 
@@ -36,9 +36,9 @@ class ProcessorState:
         counts: [rows, V] int32, twice how often a token is in the output, plus one if it is in the prompt.
         bias_id: [rows, MAX_LOGIT_BIAS] int32, V where there is no entry.
         bias: [rows, MAX_LOGIT_BIAS] float32.
-        allowed: [rows, W] uint32, tokens that may come.
-        held_back: [rows, W] uint32, tokens that may not come before position `held_until`.
-        held_until: [rows] int32.
+        allowed: [rows, W] uint32, allowed tokens.
+        early_banned: [rows, W] uint32, tokens that are banned before position `banned_until`.
+        banned_until: [rows] int32.
         bad_words: [rows, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32, aligned to the right, -1 before them.
         recent: [rows, MAX_BAD_WORD_TOKENS - 1] int32, the last output tokens, -1 before them.
     """
@@ -50,14 +50,14 @@ class ProcessorState:
     bias_id: Rows
     bias: Rows
     allowed: Rows
-    held_back: Rows
-    held_until: Rows
+    early_banned: Rows
+    banned_until: Rows
     bad_words: Rows
     recent: Rows
 
 
 def neutral_allowed(rows: int, vocab_size: int) -> np.ndarray:
-    """uint32 [rows, W]: every token may come."""
+    """uint32 [rows, W]: every token is allowed."""
     return np.full((rows, -(-vocab_size // 32)), _ALL, np.uint32)
 
 
@@ -72,8 +72,8 @@ def neutral_processors(rows: int, vocab_size: int) -> ProcessorState:
         bias_id=np.full((rows, MAX_LOGIT_BIAS), vocab_size, np.int32),
         bias=np.zeros((rows, MAX_LOGIT_BIAS), np.float32),
         allowed=neutral_allowed(rows, vocab_size),
-        held_back=np.zeros((rows, words), np.uint32),
-        held_until=np.zeros(rows, np.int32),
+        early_banned=np.zeros((rows, words), np.uint32),
+        banned_until=np.zeros(rows, np.int32),
         bad_words=np.full((rows, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), _NO_TOKEN, np.int32),
         recent=np.full((rows, MAX_BAD_WORD_TOKENS - 1), _NO_TOKEN, np.int32),
     )
@@ -82,7 +82,7 @@ def neutral_processors(rows: int, vocab_size: int) -> ProcessorState:
 def processors_of(
     request: EngineRequest, prompt_ids: Sequence[int], output_ids: Sequence[int], vocab_size: int
 ) -> ProcessorState:
-    """The row [1, ...] of a request that has these tokens: what the steps until now would have left."""
+    """The row [1, ...] of a request that has these tokens, as the steps until now would have left it."""
     params, row = request.params, neutral_processors(1, vocab_size)
     row.repetition[0] = np.clip(params.repetition_penalty, 1 / _MAX_REPETITION, _MAX_REPETITION)
     row.presence[0], row.frequency[0] = params.presence_penalty, params.frequency_penalty
@@ -90,22 +90,22 @@ def processors_of(
         output = np.bincount(np.asarray(output_ids, np.int64), minlength=vocab_size)
         row.counts[0] = 2 * output[:vocab_size]
         row.counts[0, list(set(prompt_ids))] += 1
-    for place, (token, bias) in enumerate((params.logit_bias or {}).items()):
-        row.bias_id[0, place] = token
-        row.bias[0, place] = _BAN if bias <= -100 else _FORCE if bias >= 100 else bias
+    for index, (token, bias) in enumerate((params.logit_bias or {}).items()):
+        row.bias_id[0, index] = token
+        row.bias[0, index] = _BAN if bias <= -100 else _FORCE if bias >= 100 else bias
     if params.allowed_token_ids is not None:
         row.allowed[0] = token_bits(params.allowed_token_ids, vocab_size)
     single = [word[0] for word in request.bad_word_ids if len(word) == 1]
     row.allowed[0] &= ~token_bits(single, vocab_size)
     longer = [word for word in request.bad_word_ids if len(word) > 1]
-    for place, word in enumerate(longer):
-        row.bad_words[0, place, -len(word):] = word
+    for index, word in enumerate(longer):
+        row.bad_words[0, index, -len(word):] = word
     recent = output_ids[-(MAX_BAD_WORD_TOKENS - 1):]
     if longer and recent:
         row.recent[0, -len(recent):] = recent
     if params.min_tokens:
-        row.held_back[0] = token_bits(request.stop_token_ids, vocab_size)
-        row.held_until[0] = len(prompt_ids) + params.min_tokens
+        row.early_banned[0] = token_bits(request.stop_token_ids, vocab_size)
+        row.banned_until[0] = len(prompt_ids) + params.min_tokens
     return row
 
 
@@ -113,10 +113,10 @@ def process_logits(
     logits: jax.Array, state: ProcessorState, slot: jax.Array, active: jax.Array, position: jax.Array,
     step_allowed: jax.Array, shards: VocabShards = ONE_SHARD, *, branches: bool = True,
 ) -> jax.Array:
-    """The logits that are drawn from; minus infinity for what must not come.
+    """The logits that are drawn from; minus infinity for banned tokens.
 
     Penalties are those of OpenAI (presence, frequency: on the output) and of CTRL (Keskar et al., 2019; repetition: on
-    prompt and output). They come first, then biases, then what is forbidden.
+    prompt and output). They are applied first, then biases, then bans.
 
     Args:
         logits: [B, V] float32.
@@ -124,9 +124,9 @@ def process_logits(
         slot: [B] int32.
         active: [B] bool, whether the slot's row counts.
         position: [B] int32, that the new token will have.
-        step_allowed: [B, W] uint32, tokens that may come in this very step, whatever `active` says.
+        step_allowed: [B, W] uint32, tokens allowed in this step, whatever `active` says.
         shards: how devices share the logits, and the counts with them.
-        branches: leave out what no row asks for. On a GPU each branch would cut the program's CUDA graph in two.
+        branches: skip what no row asks for. On a GPU each branch would cut the program's CUDA graph in two.
     """
     rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
     repetition = jnp.where(active, state.repetition[slot], 1)
@@ -134,8 +134,8 @@ def process_logits(
     frequency = jnp.where(active, state.frequency[slot], 0)
     bias_id = jnp.where(active[:, None], shards.column(logits, state.bias_id[slot]), vocab)
     last = jnp.where(active[:, None], state.bad_words[slot, :, -1], _NO_TOKEN)
-    held = jnp.where((position < state.held_until[slot])[:, None], state.held_back[slot], 0)
-    bits = step_allowed & jnp.where(active[:, None], state.allowed[slot] & ~held, _ALL)
+    early = jnp.where((position < state.banned_until[slot])[:, None], state.early_banned[slot], 0)
+    bits = step_allowed & jnp.where(active[:, None], state.allowed[slot] & ~early, _ALL)
 
     def penalise(logits: jax.Array) -> jax.Array:
         counts = state.counts[slot]
@@ -147,12 +147,12 @@ def process_logits(
     def add_bias(logits: jax.Array) -> jax.Array:
         return logits.at[rows, bias_id].add(state.bias[slot], mode="drop")
 
-    def forbid_words(logits: jax.Array) -> jax.Array:
+    def ban_words(logits: jax.Array) -> jax.Array:
         before, recent = state.bad_words[slot, :, :-1], state.recent[slot]
         complete = jnp.all((before == _NO_TOKEN) | (before == recent[:, None, :]), axis=-1) & (last >= 0)
         return logits.at[rows, jnp.where(complete, shards.column(logits, last), vocab)].set(-jnp.inf, mode="drop")
 
-    def forbid_tokens(logits: jax.Array) -> jax.Array:
+    def ban_tokens(logits: jax.Array) -> jax.Array:
         spread = bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
         here = lax.dynamic_slice_in_dim(spread.reshape(bits.shape[0], -1), shards.first(logits), vocab, axis=1)
         return jnp.where(here == 1, logits, -jnp.inf)
@@ -160,8 +160,8 @@ def process_logits(
     for wanted, change in (
         (jnp.any((repetition != 1) | (presence != 0) | (frequency != 0)), penalise),
         (jnp.any(bias_id < vocab), add_bias),
-        (jnp.any(last >= 0), forbid_words),
-        (jnp.any(bits != _ALL), forbid_tokens),
+        (jnp.any(last >= 0), ban_words),
+        (jnp.any(bits != _ALL), ban_tokens),
     ):
         logits = lax.cond(wanted, change, lambda same: same, logits) if branches else change(logits)
     return logits
@@ -170,19 +170,19 @@ def process_logits(
 def note_tokens(
     state: ProcessorState, slot: jax.Array, active: jax.Array, ids: jax.Array, shards: VocabShards = ONE_SHARD
 ) -> ProcessorState:
-    """The state once these ids [B] have been drawn; negative ones stand for none."""
-    taken = jnp.where(active & (ids >= 0), slot, state.recent.shape[0])  # beyond the end: dropped
+    """The state after these ids [B] have been drawn; negative ids count as none."""
+    target = jnp.where(active & (ids >= 0), slot, state.recent.shape[0])  # beyond the end: dropped
     shifted = jnp.concatenate([state.recent[slot, 1:], ids[:, None]], axis=1)
     return replace(
         state,
-        counts=state.counts.at[taken, shards.column(state.counts, jnp.maximum(ids, 0))].add(2, mode="drop"),
-        recent=state.recent.at[taken].set(shifted, mode="drop"),
+        counts=state.counts.at[target, shards.column(state.counts, jnp.maximum(ids, 0))].add(2, mode="drop"),
+        recent=state.recent.at[target].set(shifted, mode="drop"),
     )
 
 
 def token_bits(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     """uint32 [W] with the bits of these ids set; ids outside the vocabulary are left out."""
     bits = np.zeros(-(-vocab_size // 32), np.uint32)
-    places = np.fromiter((token for token in ids if token < vocab_size), np.int64)
-    np.bitwise_or.at(bits, places >> 5, np.uint32(1) << (places & 31).astype(np.uint32))
+    valid = np.fromiter((token for token in ids if token < vocab_size), np.int64)
+    np.bitwise_or.at(bits, valid >> 5, np.uint32(1) << (valid & 31).astype(np.uint32))
     return bits

@@ -14,7 +14,7 @@ from jax import lax
 from jaxpaged.core.messages import TokenLogprobs
 from jaxpaged.execution.vocab_shards import ONE_SHARD, VocabShards
 
-NUM_TOP = 32  # alternatives found at least: a beam search of width 16 wants twice as many
+NUM_TOP = 32  # minimum number of alternatives: a beam search of width 16 needs twice its width
 
 
 BestTokens = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]  # see `best_tokens`
@@ -27,10 +27,10 @@ def packed_logprobs(
 
     Args:
         logits: [B, V] float32; minus infinity is a probability of zero.
-        ids: [B] int32, the tokens that are there.
+        ids: [B] int32, the sampled or given tokens.
         num_top: number of alternatives, at most V.
         shards: how devices share the logits.
-        best: in place of `best_tokens`.
+        best: replaces `best_tokens`.
 
     Returns:
         [B, 2 + 2 * num_top] int32: logprob, rank, ids of the best, their logprobs; floats as their bits.
@@ -50,9 +50,9 @@ def best_tokens(logits: jax.Array, count: int, shards: VocabShards = ONE_SHARD) 
     """The `count` largest logits of each row in order, and their ids: [B, count] float32 and int32."""
     values, ids = lax.top_k(logits, min(count, logits.shape[1]))
     ids = ids.astype(jnp.int32) + shards.first(logits)
-    if shards.axis is not None:  # the best of the best of each device, which are in the order of their ids
-        values, place = lax.top_k(shards.gather("best", values), count)
-        ids = jnp.take_along_axis(shards.gather("best", ids), place, axis=1)
+    if shards.axis is not None:  # the best of each device's best, which are in the order of their ids
+        values, index = lax.top_k(shards.gather("best", values), count)
+        ids = jnp.take_along_axis(shards.gather("best", ids), index, axis=1)
     return values, ids
 
 

@@ -47,7 +47,7 @@ class StepInFlight:
         return [] if self.ids is None else np.asarray(self.ids)[: self.step.num_sampled].tolist()
 
     def sampled_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Log probabilities in the order of the sampling chunks, None for those that want none."""
+        """Log probabilities in the order of the sampling chunks, None for those without."""
         if self.logprobs is None:
             return None
         rows = np.asarray(self.logprobs)
@@ -56,14 +56,14 @@ class StepInFlight:
 
 
 def placed(params: Mapping[Any, Any], shapes: Params, placement: Placement) -> Params:
-    """Weights on their devices; those that are there already stay where they are, host arrays are copied.
+    """Weights on their devices; those already there stay, host arrays are copied.
 
     Args:
-        shapes: shape and sharding of each, in a tree like `params`; zeros fill up what is padded for the mesh.
+        shapes: shape and sharding of each, in a tree like `params`; padding for the mesh is zeros.
     """
     def place(leaf: Any, shape: Any) -> jax.Array:
         if placement.mesh is None:
-            # On CPU a numpy array would be used as it lies, and whoever holds it may still write to it.
+            # On CPU JAX would use the numpy array's memory, and its owner may still write to it.
             return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), shape.sharding)
         if isinstance(leaf, jax.Array) and leaf.shape == shape.shape:
             return jax.device_put(leaf, shape.sharding)
@@ -174,7 +174,7 @@ class ModelRunner:
         self._params = placed(params, self._programs.params, self._programs.placement)
 
     def _allowed(self, step: SchedulerOutput, rows: int) -> jax.Array | np.ndarray:
-        """Which tokens each sampled row may take: all, on the device already, unless a row has a matcher."""
+        """Allowed tokens of each sampled row: all, on the device already, unless a row has a matcher."""
         matchers = [chunk.request.matcher for chunk in step.chunks if chunk.samples]
         if not any(matchers):
             return self._all_allowed[rows]
@@ -206,26 +206,26 @@ class ModelRunner:
 
     def _score_rows(self, parts: Sequence[ScheduledChunk]) -> Iterator[ScoredRows | HiddenRows]:
         """Parts of several requests, SCORED_ROWS tokens at most, in one program."""
-        places = list(accumulate((part.num_tokens for part in parts), initial=0))
-        rows = pad_step(SchedulerOutput(tuple(parts), places[-1]), size=SCORED_ROWS, num_samples=0,
+        offsets = list(accumulate((part.num_tokens for part in parts), initial=0))
+        rows = pad_step(SchedulerOutput(tuple(parts), offsets[-1]), size=SCORED_ROWS, num_samples=0,
                         null_slot=self._shape.max_num_seqs, block_size=self._shape.block_size)
         if wants_states(parts[0]):
             self._pools, self._block_table, states = self._programs.get(("hidden", SCORED_ROWS))(
                 self._params, self._pools, self._block_table, rows)
-            for place, part in zip(places, parts, strict=False):
-                yield HiddenRows(part.request, part.start, part.num_tokens, states, place)
+            for offset, part in zip(offsets, parts, strict=False):
+                yield HiddenRows(part.request, part.start, part.num_tokens, states, offset)
             return
         targets = np.zeros(SCORED_ROWS, np.int32)
         counts = []
-        for place, part in zip(places, parts, strict=False):
+        for offset, part in zip(offsets, parts, strict=False):
             wanted = part.request.token_ids[part.start + 1 : part.start + part.num_tokens + 1]
-            targets[place : place + len(wanted)] = wanted
+            targets[offset : offset + len(wanted)] = wanted
             counts.append(len(wanted))
         self._pools, self._block_table, logprobs = self._programs.get(("prompt_logprobs", SCORED_ROWS))(
             self._params, self._pools, self._block_table, np.concatenate([rows, targets])
         )
-        for place, part, count in zip(places, parts, counts, strict=False):
-            yield ScoredRows(part.request, part.start, count, logprobs, place)
+        for offset, part, count in zip(offsets, parts, counts, strict=False):
+            yield ScoredRows(part.request, part.start, count, logprobs, offset)
 
     def _admit_processors(self, request: Request, slot: int) -> None:
         length = request.num_prompt_tokens

@@ -1,8 +1,8 @@
 """A directory of programs compiled ahead of time, perhaps on a machine without the device they are for.
 
 JAX's own persistent cache needs each program traced and lowered before it can be found, and what was compiled without
-the device is not found at all. Here a program is found by what it was made from. Like any program, a store runs with
-the rights of whoever loads it: use none of strangers.
+the device is not found at all. Here a program is found by what it was made from. Loading a store runs its code
+with the rights of the process: use no store from an untrusted source.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda1
 
 
 class StoreError(Exception):
-    """A program cannot be taken from a store; the text says why."""
+    """A program cannot be loaded from a store; the text says why."""
 
 
 class ProgramStore:
@@ -109,7 +109,7 @@ def environment_key(device: jax.Device, platform_name: str, options: Mapping[str
 
 
 def digest(value: object) -> str:
-    """A short name for a value whose repr tells all of it."""
+    """A short name for a value whose repr determines it."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -133,7 +133,7 @@ def _version(package: str) -> str:
 
 
 def _code_hash() -> str:
-    """Of all source files that programs are made of: between releases the version alone would not tell."""
+    """Of all source files that programs are made of: between releases the version alone does not change."""
     root = Path(jaxpaged.__file__).parent
     total = hashlib.sha256()
     for folder in ("execution", "models", "pallas_kernels"):

@@ -38,8 +38,8 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
         # Merged products of q, k and v would copy their weights side by side in each step.
         "xla_gpu_dot_merger_threshold_mb": "0",
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,COLLECTIVES",
-        # Weights and pools fill the GPU as planned. XLA takes that for a lack of memory, and would compute what the
-        # layers share again in each of them, which saves nothing.
+        # Weights and pools fill the GPU as planned. XLA takes that for a lack of memory, and would
+        # recompute in each layer what the layers share, which saves nothing.
         "xla_disable_hlo_passes": "rematerialization",
     },
 }
@@ -58,10 +58,10 @@ class ProgramSet:
         platform: "cpu" or "cuda".
         native: parts that do not run on XLA.
         gpu_attention: see `EngineConfig`.
-        store: folder of programs compiled ahead of time; what it cannot give is compiled, with one warning.
+        store: folder of programs compiled ahead of time; if one cannot be loaded, it logs one warning and compiles.
 
     Raises:
-        ConfigError: the device cannot work with the dtype of the pools, or with `gpu_attention`.
+        ConfigError: the device does not support the dtype of the pools, or with `gpu_attention`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ProgramSet:
                 self._give_up_store(error)
 
     def store_in(self, folder: Path) -> ProgramStore:
-        """A store of these programs in `folder`, be it there or not."""
+        """A store of these programs in `folder`, which need not exist yet."""
         return ProgramStore(folder, self.key)
 
     @property
@@ -120,7 +120,7 @@ class ProgramSet:
         key = environment_key(self.placement.devices[0], self._platform, COMPILER_OPTIONS[self._platform])
         return key | {
             "devices": f"{partition.kv} x {partition.share}",
-            # What a text ends with, and how its weights were stored, changes no program.
+            # End-of-text tokens and the dtype of the stored weights change no program.
             "model": digest(self._config.replace(eos_token_ids=(), checkpoint_dtype="")),
             "weights": digest(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), self.shapes.params)),
             "kv_cache_dtype": self._cache.dtype.name,
@@ -132,7 +132,7 @@ class ProgramSet:
 
     @property
     def attention(self) -> str:
-        """What computes attention, for people."""
+        """What computes attention, as shown to the user."""
         target = self._functions.target
         if target is None:
             return "native kernel" if self._functions.native.attention else "XLA"
@@ -167,20 +167,20 @@ class ProgramSet:
                 done(jobs[job])
 
     def temporary_bytes(self, name: ProgramName) -> int:
-        """Memory that a program takes for itself while it runs."""
+        """Bytes of a program's temporaries while it runs."""
         analysis = self.get(name).memory_analysis()
-        assert analysis is not None, "this backend does not tell its temporaries"
+        assert analysis is not None, "this backend reports no temporaries"
         return int(analysis.temp_size_in_bytes)
 
     def largest_temporaries(self) -> int:
-        """Memory that the largest step takes for itself, and what its sampling keeps between steps."""
+        """Bytes of the largest step's temporaries and of the sampling state between steps."""
         size = self._shape.sizes[-1]
-        kept = jax.tree.leaves(self.shapes.processors(self.shapes.slots))
+        state = jax.tree.leaves(self.shapes.processors(self.shapes.slots))
         names: list[ProgramName] = [("forward", size), ("sample_full", self._shape.samples_of(size)),
                                     ("prompt_logprobs", SCORED_ROWS)]
         with ThreadPoolExecutor(len(names)) as threads:  # on a GPU, seconds each
-            taken = threads.map(self.temporary_bytes, names)
-            return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) + max(taken)
+            temporaries = threads.map(self.temporary_bytes, names)
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in state) + max(temporaries)
 
     def get(self, name: ProgramName) -> jax.stages.Compiled:
         """The executable; compiled now if it is not yet."""
@@ -212,7 +212,7 @@ class ProgramSet:
 
     @property
     def host_memory_kind(self) -> str | None:
-        """JAX's name of the memory of the host that blocks are moved to; None where they are in it already."""
+        """JAX's name of the host memory that blocks are moved to; None where the pools are in it already."""
         return None if self._platform == "cpu" else "pinned_host"
 
     def lower(self, name: ProgramName) -> jax.stages.Lowered:

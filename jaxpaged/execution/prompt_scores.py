@@ -1,4 +1,4 @@
-"""What some requests want of their prompts beside keys and values: log probabilities, or hidden states to embed."""
+"""Prompt log probabilities, and hidden states for embeddings: what some prompts return beside keys and values."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jaxpaged.scheduling.scheduler_output import PooledTokens, PromptLogprobs, S
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Log probabilities, under way, of `count` prompt tokens behind the one at `start`.
+    """Log probabilities, being computed, of `count` prompt tokens after the one at `start`.
 
     Attributes:
         array: [SCORED_ROWS, ...] of several requests; these begin at `row`.
@@ -35,7 +35,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """Hidden states, under way, of `count` prompt tokens from the one at `start` on.
+    """Hidden states, being computed, of `count` prompt tokens from the one at `start` on.
 
     Attributes:
         array: [SCORED_ROWS, D] of several requests; these begin at `row`.

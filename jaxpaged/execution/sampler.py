@@ -1,8 +1,8 @@
 """Draw the next token of each row, without sorting the vocabulary.
 
 Cut-offs are found by building the threshold bit by bit: a float's bits, made order-preserving, are a 32-bit number, and
-32 counting passes find the largest threshold that still keeps enough. The draw itself is the Gumbel-max trick (Gumbel,
-1954; Maddison et al., 2014), keyed by (seed, choice, position) alone, so that it does not depend on the batch.
+32 counting passes find the largest threshold that still selects enough. The draw is the Gumbel-max trick (Gumbel,
+1954; Maddison et al., 2014), keyed by (seed, choice, position) alone, so it does not depend on the batch.
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ class SamplingState:
 
     Attributes:
         temperature, top_p, min_p: [rows] float32; temperature 0 is greedy.
-        top_k: [rows] int32; 0 keeps all.
+        top_k: [rows] int32; 0 disables it.
         seed: [rows, 2] uint32, high and low half.
         choice: [rows] int32, index of the choice within its request.
         logprobs: [rows] bool, whether log probabilities are wanted.
-        processed: [rows] bool, whether the slot's row of `ProcessorState` counts.
+        processed: [rows] bool, whether the slot's row of `ProcessorState` applies.
     """
 
     temperature: Rows
@@ -88,7 +88,7 @@ def sample(
     Returns:
         [B] int32; FAILED_TOKEN where a row's logits are not finite.
     """
-    # XLA's maximum on CPU passes over NaN: as plus infinity it shows there.
+    # XLA's maximum on CPU ignores NaN: replaced by plus infinity it is seen.
     highest = shards.max("highest", jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
     greedy = _first_index(logits, highest, shards)
     drawn = lax.cond(jnp.any(state.temperature > 0), partial(_draw, shards), lambda *_: greedy,
@@ -107,7 +107,7 @@ def _draw(
     shards: VocabShards, logits: jax.Array, state: SamplingState, position: jax.Array, highest: jax.Array
 ) -> jax.Array:
     temperature = jnp.where(state.temperature > 0, state.temperature, 1)
-    # Subtracted first, the best is exactly 0 at any temperature.
+    # With the maximum subtracted first, the best is exactly 0 at any temperature.
     scaled = (logits - highest[:, None]) / temperature[:, None]
     kept = keep_mask(scaled, state.top_k, state.top_p, state.min_p, shards, jnp.zeros_like(highest))
     keys = jax.vmap(_row_key)(state.seed, state.choice, position)
@@ -135,7 +135,7 @@ def keep_mask(
     scaled: jax.Array, top_k: Rows, top_p: Rows, min_p: Rows, shards: VocabShards = ONE_SHARD,
     highest: jax.Array | None = None,
 ) -> jax.Array:
-    """Which tokens survive min-p, then top-k, then top-p over what is left; ties at a cut-off all stay.
+    """Which tokens survive min-p, then top-k, then top-p over the rest; all ties at a cut-off stay.
 
     Args:
         scaled: [B, V] logits after temperature.
@@ -180,18 +180,18 @@ def _threshold(
 ) -> jax.Array:
     """[B] uint32: the largest number t for which the weights of `order >= t` still sum up to `wanted`.
 
-    `wanted` <= 0 cuts nothing. Devices that share the vocabulary find four bits in each pass, and not one: 8 sums of 15
-    numbers per row cross between them, and not 32.
+    `wanted` <= 0 cuts nothing. Devices that share the vocabulary find four bits in each pass instead of one: 8 sums of
+    15 numbers per row cross between them instead of 32 of one.
     """
     bits = 1 if shards.axis is None else _SHARED_BITS
 
     def body(step: jax.Array, threshold: jax.Array) -> jax.Array:
         shift = (32 - bits - bits * step).astype(jnp.uint32)
         candidates = [threshold | (jnp.uint32(digit) << shift) for digit in range(1, 1 << bits)]
-        held = [jnp.sum(jnp.where(order >= candidate[:, None], weight, 0), axis=-1) for candidate in candidates]
+        sums = [jnp.sum(jnp.where(order >= candidate[:, None], weight, 0), axis=-1) for candidate in candidates]
         if shards.axis is None:
-            return jnp.where((held[0] >= wanted) & (wanted > 0), candidates[0], threshold)
-        enough = (shards.sum(name, jnp.stack(held, axis=1)) >= wanted[:, None]) & (wanted > 0)[:, None]
+            return jnp.where((sums[0] >= wanted) & (wanted > 0), candidates[0], threshold)
+        enough = (shards.sum(name, jnp.stack(sums, axis=1)) >= wanted[:, None]) & (wanted > 0)[:, None]
         return threshold | (jnp.sum(enough, axis=1, dtype=jnp.uint32) << shift)
 
     return lax.fori_loop(0, 32 // bits, body, jnp.zeros(order.shape[0], jnp.uint32))

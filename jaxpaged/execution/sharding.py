@@ -1,7 +1,7 @@
 """How a model is spread over devices: one mesh, and one table from the weights' logical axes to the mesh's.
 
 The mesh has two axes. Devices along "kv" hold different KV heads; devices along "share" hold the same ones, and split
-their query heads. Everything else that is sharded, is sharded over both. With as many KV heads as devices, or more,
+their query heads. Everything else that is sharded is sharded over both. With as many KV heads as devices, or more,
 "share" has size 1.
 """
 
@@ -45,23 +45,23 @@ class Partition:
         return self.kv * self.share
 
     def shards(self, axis: str | None) -> int:
-        """How many pieces a logical axis is cut into."""
+        """The number of shards of a logical axis."""
         sizes = {KV: self.kv, SHARE: self.share}
         return math.prod(sizes[name] for name in MESH_AXES[axis]) if axis else 1
 
 
 def possible_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """Numbers of devices that the attention heads can be shared out to."""
+    """Numbers of devices that divide the attention heads evenly."""
     kv_heads, heads = config.num_kv_heads, {spec.num_heads for spec in config.attention}
     return tuple(size for size in range(1, max(heads) + 1)
                  if not any(count % size for count in heads) and (kv_heads % size == 0 or size % kv_heads == 0))
 
 
 def partition_of(config: ModelConfig, size: int) -> Partition:
-    """Share the model out to `size` devices.
+    """Partition the model over `size` devices.
 
     Raises:
-        ConfigError: the heads cannot be shared out evenly; the text lists the sizes that work.
+        ConfigError: the heads cannot be divided evenly; the text lists the sizes that work.
     """
     sizes = possible_sizes(config)
     if size not in sizes:
@@ -141,19 +141,19 @@ class Placement:
 
     @property
     def axis(self) -> tuple[str, ...] | None:
-        """What the model's sums run over inside a program; None on one device."""
+        """The mesh axes that the model's sums run over inside a program; None on one device."""
         return TENSOR if self.mesh else None
 
     @property
     def vocab_shards(self) -> VocabShards:
-        """How the devices share logits."""
+        """How the logits are sharded over the devices."""
         return VocabShards(self.axis, self.partition.size)
 
     def sharding(self, spec: PartitionSpec = REPLICATED) -> jax.sharding.Sharding:
         return NamedSharding(self.mesh, spec) if self.mesh else SingleDeviceSharding(self.devices[0])
 
     def put(self, array: np.ndarray, wanted: Any) -> jax.Array:
-        """A host array on its devices, each with its own piece alone.
+        """A host array on its devices, each with its own shard only.
 
         Args:
             wanted: shape and sharding; zeros fill the array up to that shape.
@@ -161,20 +161,20 @@ class Placement:
         if self.mesh is None:
             return jax.device_put(array, wanted.sharding)
 
-        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             found: np.ndarray = array[index]
             missing = [(0, len(range(*part.indices(size))) - have)
                        for part, size, have in zip(index, wanted.shape, found.shape, strict=True)]
             return np.pad(found, missing) if any(after for _, after in missing) else found
 
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, piece)
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, shard)
 
     def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` as each device runs it on its own pieces; on one device, `function` itself."""
+        """`function` as each device runs it on its own shards; on one device, `function` itself."""
         if self.mesh is None:
             return function
-        # The check cannot see through custom calls; sameness is what the tests compare.
+        # JAX's check of replication cannot see through custom calls; the tests compare devices instead.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

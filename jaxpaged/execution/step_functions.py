@@ -1,4 +1,4 @@
-"""What runs on the device: the functions that `programs` compiles, one for each kind and size."""
+"""The functions that run on the device; `program_kinds` says what they are compiled for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ Params = dict[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class NativeKernels:
-    """Which parts of a step run in native CPU kernels, built and registered before, in place of XLA."""
+    """Which parts of a step run in native CPU kernels, built and registered before, instead of XLA."""
 
     attention: bool = False
     linear: bool = False
@@ -68,12 +68,12 @@ class StepFunctions:
         """A step of `size` token rows: logits of the sampled ones, and what changes on the device.
 
         Args:
-            samples_all: give logits of every row.
-            hidden: give what the head would read of every row instead.
+            samples_all: return logits of every row.
+            hidden: return the head's input of every row instead.
         """
         graph, block_size, partition = self.graph, self.shape.block_size, self.placement.partition
         native, target, dtype, cache_dtype = self.native, self.target, self.dtype, self.cache_dtype
-        # What one device has of it.
+        # As one device holds it.
         config = self.config.part(partition.size, partition.kv)
         shards, vocab_size = self.placement.vocab_shards, self.vocab_size
 
@@ -116,8 +116,8 @@ class StepFunctions:
             no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
             logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
             best = None if target is None else partial(top_tokens, wanted=jnp.ones(size, jnp.bool_), target=target)
-            told = packed_logprobs(logits, packed[4 * size :], num_top, shards, best)
-            return pools, block_table, told
+            logprobs = packed_logprobs(logits, packed[4 * size :], num_top, shards, best)
+            return pools, block_table, logprobs
 
         return score
 
@@ -128,7 +128,7 @@ class StepFunctions:
         def hidden(
             params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
         ) -> tuple[Pools, jax.Array, jax.Array]:
-            """As a step of `size` rows, all known; what the head would read of each: [size, D] float32."""
+            """As a step of `size` rows, all known; the head's input of each: [size, D] float32."""
             no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
             states, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed)
             return pools, block_table, states
@@ -136,14 +136,14 @@ class StepFunctions:
         return hidden
 
     def plain_sample(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """Draws that need no more than temperature, top-k, top-p and min-p."""
-        # The kernel needs the whole of each row; what several devices share is XLA's.
+        """Sampling by temperature, top-k, top-p and min-p only."""
+        # The kernel needs whole rows; XLA samples from sharded ones.
         if self.target is None or self.placement.mesh:
             return partial(_sample, self.placement.vocab_shards)
         return partial(_sample_in_kernel, self.target)
 
     def full_sample(self) -> Callable[..., tuple[jax.Array, ProcessorState, jax.Array, jax.Array]]:
-        """Draws with everything that a request can ask for."""
+        """Sampling with every feature that a request can ask for."""
         if self.target is not None and not self.placement.mesh:
             return partial(_sample_full_in_kernels, num_top=self.num_top, target=self.target,
                            processed_logprobs=self.shape.processed_logprobs)
@@ -156,7 +156,7 @@ class StepFunctions:
 
     @property
     def num_top(self) -> int:
-        """Alternatives that log probabilities can have: no more than there are tokens."""
+        """Alternatives of each log probability: at most the number of tokens."""
         return min(self.shape.num_top, self.vocab_size)
 
 

@@ -1,7 +1,7 @@
 """The host side of one step: every array that the device needs, padded to the step's size.
 
-All of it is one int32 buffer, so that a step costs one transfer. On CPU the device reads the very memory of the numpy
-array, so each step gets a fresh buffer that is frozen once it is filled.
+All of it is one int32 buffer, so that a step costs one transfer. On CPU the device reads the numpy array's own
+memory, so each step gets a fresh buffer that becomes read-only once it is filled.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpaged.scheduling.scheduler_output import SchedulerOutput
 
-IN_FLIGHT = -1  # token id that is not known on the host: the device takes the slot's last id
+IN_FLIGHT = -1  # token id that is not known on the host: the device uses the slot's last id
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class StepRows:
 
     Attributes:
         slot: [T] slot of each token.
-        position: [T] place of the token in its sequence.
+        position: [T] index of the token in its sequence.
         token_id: [T] id, or IN_FLIGHT.
-        new_block: [T] block that begins with this token, or -1 where the token begins none.
+        new_block: [T] block that starts with this token, or -1 where none does.
         sample_row: [B] rows to sample after; T in padding.
-        sample_slot: [B] the slots whose next tokens they are; several may sample after one row.
+        sample_slot: [B] slots that the sampled tokens belong to; several may sample after one row.
     """
 
     slot: jax.Array

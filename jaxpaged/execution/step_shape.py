@@ -6,7 +6,7 @@ from jaxpaged.execution.logprobs import NUM_TOP
 
 ProgramName = tuple[str, int]
 
-SCORED_ROWS = 64  # of one `prompt_logprobs` program: logits of a whole step would take gigabytes
+SCORED_ROWS = 64  # of one `prompt_logprobs` or `hidden` program: logits of a whole step would take gigabytes
 ADMIT_SIZES = (1, 8)
 TABLE_ROWS = 8
 COPY_BLOCKS = 8
@@ -35,7 +35,7 @@ class StepShape:
         sizes: see `step_sizes`.
         max_num_seqs: slots; the device keeps one more, the null slot of padding rows.
         table_width: columns of the block table.
-        num_top: alternatives that log probabilities can have.
+        num_top: alternatives of each log probability.
         processed_logprobs: see `sample_full`.
         embeddings: whether there is a program for them.
         transfer_sizes: numbers of blocks that move to host memory or back at once; none where nothing moves there.

@@ -1,7 +1,7 @@
-"""Sums and maxima over a vocabulary that devices share out.
+"""Sums and maxima over a vocabulary that is sharded over devices.
 
-Each device has a run of neighbouring columns of an array [B, V]. What crosses between devices is one number per row, or
-few, under a name that the compiled program keeps.
+Each device has a run of neighbouring columns of an array [B, V]. One or a few numbers per row cross between devices,
+under a name that the compiled program keeps.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from jax import lax
 
 @dataclass(frozen=True, slots=True)
 class VocabShards:
-    """How [B, V] is cut.
+    """How [B, V] is sharded.
 
     Attributes:
-        axis: the mesh axes that share it; None where one device has it all, and nothing here costs anything.
+        axis: the mesh axes that shard it; None for one device, where nothing here costs anything.
         count: the number of devices.
     """
 
@@ -45,15 +45,15 @@ class VocabShards:
         return jnp.where((column >= 0) & (column < part.shape[1]), column, part.shape[1])
 
     def sum(self, name: str, part: jax.Array) -> jax.Array:
-        """Sum of what each device has found, [B] or [B, few]."""
+        """Sum over the devices, [B] or [B, few]."""
         return self._over(name, lax.psum, part)
 
     def max(self, name: str, part: jax.Array) -> jax.Array:
-        """Largest of what each device has found."""
+        """Maximum over the devices."""
         return self._over(name, lax.pmax, part)
 
     def min(self, name: str, part: jax.Array) -> jax.Array:
-        """Smallest of what each device has found."""
+        """Minimum over the devices."""
         return self._over(name, lax.pmin, part)
 
     def gather(self, name: str, part: jax.Array) -> jax.Array:
@@ -61,7 +61,7 @@ class VocabShards:
         return self._over(name, partial(lax.all_gather, axis=1, tiled=True), part)
 
     def hide_padding(self, logits: jax.Array, size: int) -> jax.Array:
-        """Logits of the columns from `size` on, which stand for no token, as minus infinity."""
+        """The logits with padding, the columns from `size` on, as minus infinity."""
         if self.size(logits) == size:
             return logits
         return jnp.where(self.index(logits) < size, logits, -jnp.inf)

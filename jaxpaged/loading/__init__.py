@@ -1,1 +1,1 @@
-"""Checkpoint bytes to arrays."""
+"""From checkpoint files to arrays."""

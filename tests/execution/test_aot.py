@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from bench import gpu_code
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution import aot
 from jaxpaged.execution.gpu_targets import GPUS, find_gpu
@@ -44,7 +45,7 @@ def program(x: jax.Array, y: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax
     return pool, x
 
 
-def compile_program(device: jax.Device, folder: Path) -> aot.ProgramFacts:
+def compile_program(device: jax.Device, folder: Path) -> gpu_code.ProgramCode:
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in (
         ((SIZE, SIZE), jnp.bfloat16), ((SIZE, BLOCK), jnp.bfloat16), ((4096, BLOCK), jnp.float32))]
@@ -52,7 +53,7 @@ def compile_program(device: jax.Device, folder: Path) -> aot.ProgramFacts:
         lowered = jax.jit(program, donate_argnums=2).lower(*shapes)
     with aot.no_persistent_cache():
         compiled = lowered.compile(compiler_options=aot.dump_options(folder))
-    return aot.analyse(compiled, folder, kernels="product")
+    return gpu_code.analyse(compiled, folder, kernels="product")
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -72,7 +73,7 @@ def test_every_gpu_of_the_table_can_be_compiled_for(name: str, tmp_path: Path) -
     assert (kernel.wgmma > 0) == (gpu.compute_capability >= (9, 0)) and kernel.wgmma + kernel.mma > 0
     assert kernel.async_loads > 0 and not kernel.narrow_async_loads and kernel.overlaps
     assert 0 < kernel.registers <= 255 and not kernel.spill_bytes
-    assert aot.resident_blocks(kernel, launch, gpu) >= 2
+    assert gpu_code.resident_blocks(kernel, launch, gpu) >= 2
 
 
 def test_collectives_and_copies_are_found_with_their_bytes() -> None:
@@ -88,7 +89,7 @@ def test_collectives_and_copies_are_found_with_their_bytes() -> None:
         return total, x
 
     with aot.no_persistent_cache():
-        facts = aot.analyse(jax.jit(run).lower(x).compile())
+        facts = gpu_code.analyse(jax.jit(run).lower(x).compile())
     assert [(op.kind, op.shape, op.num_bytes) for op in facts.collectives] == [("all-reduce", "f32[8,32]", 1024)]
     assert ("f32[8,32]", 1024) in [(op.shape, op.num_bytes) for op in facts.copies]
     assert not facts.launches and not facts.kernels

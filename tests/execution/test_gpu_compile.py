@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench import gpu_code
 from bench.bench_aot import MODELS, engine_programs
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution import aot
@@ -66,7 +67,7 @@ def pairwise() -> list[Variant]:
 VARIANTS = pairwise()
 
 
-def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path, queries: str = "") -> aot.ProgramFacts:
+def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path, queries: str = "") -> gpu_code.ProgramCode:
     """Queries are of the pages' dtype unless told, and bfloat16 over 8-bit pages."""
     head_dim, pages, page_size, group, features, tokens = variant
     rule, kv_heads, slots = FEATURES[features], 4, 256
@@ -97,7 +98,7 @@ def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path, queries: str
                                      shape((tokens,), jnp.int32))
     with aot.no_persistent_cache():
         compiled = lowered.compile(compiler_options=aot.dump_options(folder))
-    return aot.analyse(compiled, folder, kernels="paged_attention")
+    return gpu_code.analyse(compiled, folder, kernels="paged_attention")
 
 
 class Child:
@@ -110,7 +111,7 @@ class Child:
     def _start() -> ProcessPoolExecutor:
         return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
-    def compile(self, gpu: GpuSpec, variant: Variant, queries: str = "") -> aot.ProgramFacts:
+    def compile(self, gpu: GpuSpec, variant: Variant, queries: str = "") -> gpu_code.ProgramCode:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 return self._pool.submit(compile_attention, gpu, variant, Path(folder), queries).result()
@@ -144,7 +145,7 @@ def check(name: str, variant: Variant, child: Child) -> None:
     assert jnp.dtype(pages).itemsize == 1 or not kernel.narrow_async_loads
     assert (kernel.mma > 0) == (pages != "float32")
     assert (kernel.wgmma > 0) == (pages != "float32" and tokens > 8 and gpu.compute_capability >= (9, 0))
-    assert aot.resident_blocks(kernel, launch, gpu) >= 1
+    assert gpu_code.resident_blocks(kernel, launch, gpu) >= 1
     assert facts.command_buffers == 1 and not facts.outside_graphs
 
 
@@ -171,7 +172,7 @@ def check_mixed(name: str, queries: str, pages: str, head_dim: int, tokens: int,
     assert not kernel.spill_bytes and not facts.kernel("paged_attention_combine").spill_bytes, kernel
     assert (kernel.mma > 0) == (queries != "float32")
     # Float32 queries over narrower pages have no pipeline; other programs compute while one loads.
-    assert kernel.overlaps or aot.resident_blocks(kernel, launch, gpu) >= 3
+    assert kernel.overlaps or gpu_code.resident_blocks(kernel, launch, gpu) >= 3
     assert facts.command_buffers == 1 and not facts.outside_graphs
 
 
@@ -207,7 +208,7 @@ def test_the_shipped_tiles_of_an_8b_model(
     facts = compile_attention(gpu, (128, "bfloat16", 16, 4, "plain", tokens), tmp_path)
     kernel, launch = facts.kernel("paged_attention"), facts.launch("paged_attention")
     assert kernel.registers <= registers and not kernel.spill_bytes
-    assert aot.resident_blocks(kernel, launch, gpu) >= resident
+    assert gpu_code.resident_blocks(kernel, launch, gpu) >= resident
     assert kernel.wait_groups == waits
     assert not kernel.narrow_async_loads and kernel.wide_stores > 0
 
@@ -230,7 +231,7 @@ def test_a_step_of_the_engine_over_8_bit_pages(name: str, dtype: str, tmp_path: 
     programs, layout = engine_programs(MODELS["smollm2-135m"], device, 2, kv_cache_dtype=dtype)
     assert layout.cache.dtype.itemsize == 1 and programs.attention == "Triton"
     with aot.no_persistent_cache():
-        facts = aot.analyse(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path,
+        facts = gpu_code.analyse(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path,
                             kernels="paged_attention|rotary_kv_write")
     pools = jax.tree.leaves(replace(layout.cache, num_layers=2).shapes(layout.shape.num_blocks))
     assert facts.alias_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in pools)

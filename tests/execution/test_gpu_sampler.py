@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.gpu_code import analyse
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
-from jaxpaged.execution.aot import analyse, dump_options, no_persistent_cache
+from jaxpaged.execution.aot import dump_options, no_persistent_cache
 from jaxpaged.execution.full_sampler import sample_full, sample_full_in_kernels
 from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row

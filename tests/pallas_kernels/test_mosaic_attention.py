@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import gpu_code
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution import aot
 from jaxpaged.execution.gpu_targets import find_gpu
@@ -109,7 +110,7 @@ def test_a_read_before_the_barrier_is_found() -> None:
         assert found != waits
 
 
-def compiled(variant: tuple[Any, ...], folder: Path) -> aot.ProgramFacts:
+def compiled(variant: tuple[Any, ...], folder: Path) -> gpu_code.ProgramCode:
     """In a process of its own, which JAX is told by the environment to leave Mosaic's PTX in."""
     head_dim, dtype, page_size, group, window, softcap = variant
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
@@ -134,7 +135,7 @@ def compiled(variant: tuple[Any, ...], folder: Path) -> aot.ProgramFacts:
                                         shape((slots + 1, 64), jnp.int32), *[shape((tokens,), jnp.int32)] * 2)
     with aot.no_persistent_cache():
         executable = lowered.compile(compiler_options=aot.dump_options(folder / "xla"))
-    return aot.analyse(executable, folder / "xla", kernels="paged_attention")
+    return gpu_code.analyse(executable, folder / "xla", kernels="paged_attention")
 
 
 @pytest.mark.slow  # every run compiles it as a part of whole programs, in tests/execution/test_aot_programs.py

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.execution.aot import analyse, dump_options, no_persistent_cache
+from bench.gpu_code import analyse
+from jaxpaged.execution.aot import dump_options, no_persistent_cache
 from jaxpaged.pallas_kernels import reference
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for

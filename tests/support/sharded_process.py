@@ -89,12 +89,12 @@ def _bytes_by_device(tree: Any) -> list[int]:
 
 def _collectives(text: str) -> list[list[Any]]:
     """[kind, shape, name of the part of the sampler] of each."""
-    from jaxpaged.execution import aot
+    from bench import gpu_code
 
     found = []
     for line in text.splitlines():
         name = re.search(r'op_name="[^"]*sampler_(\w+)', line)
-        found += [[op.kind, op.shape, name[1] if name else ""] for op in aot.array_ops(line) if op.kind != "copy"]
+        found += [[op.kind, op.shape, name[1] if name else ""] for op in gpu_code.array_ops(line) if op.kind != "copy"]
     return found
 
 
