@@ -18,11 +18,6 @@ from jaxpaged.pallas_kernels.kv_write import write_kv
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 
 
-def can_run_natively(config: ModelConfig) -> bool:
-    """Whether the native CPU kernel computes all that this model's attention asks for."""
-    return not any(spec.window or spec.softcap or spec.alibi or spec.sinks for spec in config.attention)
-
-
 class Attention(nnx.Module):
     """Grouped-query self-attention of one layer over its page pools."""
 
@@ -58,9 +53,8 @@ class Attention(nnx.Module):
             q, k_pool, v_pool = native_attention.rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.offset,
                                                                  pages.k, pages.v)
             pages = KVPages(k_pool, v_pool)
-            y = native_attention.paged_attention(
-                q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, rule.scale
-            )
+            y = native_attention.paged_attention(q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, rule,
+                                                 bias)
         else:
             q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
             pages = write_kv(pages, k, v, meta.page, meta.offset)

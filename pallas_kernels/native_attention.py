@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.native_build import NativeKernel
 
 KERNEL = NativeKernel("paged_attention.cc", ("jaxpaged_paged_attention", "jaxpaged_rotary_kv_write"))
@@ -16,20 +17,26 @@ _ATTENTION, _ROTARY_KV_WRITE = KERNEL.targets
 def paged_attention(
     q: jax.Array,  # [T, N, H] float32
     k_pool: jax.Array,  # [P, S, K, H] float32
-    v_pool: jax.Array,  # [P, S, K, H] float32
+    v_pool: jax.Array,  # [P, S, K, V] float32; V may differ from H
     block_table: jax.Array,  # [slots + 1, width] int32; stale entries are fine, out of range ones are not
     slot: jax.Array,  # [T] int32; the tokens of one slot are neighbours, in order; padding has the last slot
     position: jax.Array,  # [T] int32
-    scale: float,
-) -> jax.Array:  # [T, N, H]
-    """Causal attention of each row to its slot's positions 0 to its own; padding rows give zeros.
+    rule: AttentionRule,
+    bias: HeadBias,
+) -> jax.Array:  # [T, N, V]
+    """Attention of each row to its slot's positions up to its own, by the rule; padding rows give zeros.
 
-    A row's result is bitwise the same whatever other rows the step has.
+    Nothing before the windows is read, neither pages nor their numbers in the block table. A row's result is bitwise
+    the same whatever other rows the step has.
     """
     assert q.dtype == k_pool.dtype == v_pool.dtype == jnp.float32, (q.dtype, k_pool.dtype, v_pool.dtype)
-    assert q.shape[1] % k_pool.shape[2] == 0 and k_pool.shape == v_pool.shape, (q.shape, k_pool.shape, v_pool.shape)
-    call = jax.ffi.ffi_call(_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
-    result: jax.Array = call(q, k_pool, v_pool, block_table, slot, position, scale=np.float32(scale))
+    assert q.shape[1] % k_pool.shape[2] == 0 and k_pool.shape[:3] == v_pool.shape[:3] and (
+        q.shape[2] == k_pool.shape[3]), (q.shape, k_pool.shape, v_pool.shape)
+    slopes, sinks = (jnp.zeros(0, jnp.float32) if array is None else array for array in bias)
+    call = jax.ffi.ffi_call(_ATTENTION, jax.ShapeDtypeStruct((*q.shape[:2], v_pool.shape[3]), q.dtype))
+    result: jax.Array = call(q, k_pool, v_pool, block_table, slot, position, slopes, sinks,
+                             scale=np.float32(rule.scale), softcap=np.float32(rule.softcap or 0),
+                             window=np.int64(rule.window or 0))
     return result
 
 

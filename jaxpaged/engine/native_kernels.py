@@ -7,14 +7,12 @@ from jaxpaged.core.errors import ConfigError
 from jaxpaged.engine.planning import Report
 from jaxpaged.execution.step_functions import NativeKernels
 from jaxpaged.loading.hub import cache_dir
-from jaxpaged.models.attention import can_run_natively
-from jaxpaged.models.config import ModelConfig
 from jaxpaged.pallas_kernels import native_attention, native_build, native_linear
 from jaxpaged.pallas_kernels.kv_pages import is_scaled
 
 
 def choose_native(
-    config: EngineConfig, platform: str, model: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, report: Report
+    config: EngineConfig, platform: str, dtype: jnp.dtype, cache_dtype: jnp.dtype, report: Report
 ) -> NativeKernels:
     """Choose native kernels, build and register them; reports one line if they cannot be built.
 
@@ -27,11 +25,6 @@ def choose_native(
     """
     attention = _wanted("--cpu-attention", config.cpu_attention, platform, {"--dtype": dtype,
                                                                             "--kv-cache-dtype": cache_dtype})
-    if attention and not can_run_natively(model):
-        if config.cpu_attention == "native":
-            raise ConfigError("--cpu-attention native computes plain causal attention only, and this model asks for "
-                              "more; leave it out")
-        attention = False
     if platform == "cpu" and config.cpu_attention == "auto" and is_scaled(cache_dtype):
         report("XLA computes attention, more slowly than the native kernel would, which reads no 8-bit pages")
     linear = _wanted("--cpu-linear", config.cpu_linear, platform, {"--dtype": dtype})

@@ -160,7 +160,7 @@ def programs_of(
     store: Path | None = None,
 ) -> ProgramSet:
     """The programs of a layout, for its own definition or one of fewer layers; none is compiled yet."""
-    native = choose_native(config, device.platform, definition.config, layout.dtype, layout.cache.dtype, report)
+    native = choose_native(config, device.platform, layout.dtype, layout.cache.dtype, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
         replace(layout.cache, num_layers=definition.config.num_layers), layout.shape, axes=definition.axes,

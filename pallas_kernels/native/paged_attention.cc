@@ -1,5 +1,5 @@
-// Rotary embedding and KV write, then paged attention, for CPUs, called through XLA's FFI. Attention computes what
-// xla_paged_attention.py does, without its gathers.
+// Rotary embedding and KV write, then paged attention, for CPUs, called through XLA's FFI. Attention follows
+// attention_rule.py, as xla_paged_attention.py does, without its gathers.
 //
 // A step is cut into tiles: consecutive rows of one slot, as many as fill `kTileLanes` query lanes. A work item is one
 // tile and one kv head; threads take items from a shared counter, the costliest first.
@@ -7,6 +7,7 @@
 // Vector lanes hold queries (rows of the tile times heads of the group), never parts of a head: keys and values are
 // read where they lie and broadcast, any head dim works, the softmax needs no horizontal sums, and a row's result does
 // not depend on which rows share its tile. Queries, scores and sums are therefore stored transposed: [..][vectors].
+// Chunks of context start at multiples of `kChunk` wherever a window begins, for the same reason.
 //
 // Memory is the bound of decode steps, and pages lie anywhere: while a chunk is computed, the next one is prefetched,
 // across the border to the thread's next item too.
@@ -40,51 +41,73 @@ constexpr int kTileLanes = 96;   // queries of a tile
 constexpr int kChunk = 32;       // tokens of context between two updates of the softmax; a multiple of kBlock
 constexpr int kCacheLine = 64;
 constexpr float kLowest = -1e30f;  // finite, so that lanes that have seen nothing stay finite
+constexpr float kLog2E = 1.44269504f;  // exp(x) = 2^(x log2 e)
 
 struct Problem {
-  const float *q, *keys, *values;
+  const float *q, *keys, *values, *slopes, *sinks;  // `slopes`, `sinks`: null without any
   const int32_t *table, *slot, *position;
   float* out;
-  float scale;
-  int64_t tokens, heads, head_dim, page_size, kv_heads, width, null_slot;
+  float scale, softcap;  // `softcap`: 0 without one
+  int64_t window;        // 0 without one
+  int64_t tokens, heads, key_dim, value_dim, page_size, kv_heads, width, null_slot;
 
   int64_t group() const { return heads / kv_heads; }
+  int64_t first_seen(int64_t row) const {
+    return window ? std::max<int64_t>(0, position[row] + 1 - window) : 0;
+  }
 };
 
 struct Item {
-  int64_t row, rows, head, context;  // `context`: tokens that the last row sees
+  int64_t row, rows, head;
+  int64_t begin, end;  // positions that some row sees
+
+  int64_t first_chunk() const { return begin / kChunk * kChunk; }
 };
 
-// A chunk of an item's context: where each token's key and value start in the pools. Never past the context's end.
+// A chunk of an item's context: where each token's key and value start in the pools. Only tokens `from` to `count` count:
+// nothing of the others is read, not even their pages' numbers.
 struct Chunk {
-  int64_t at[kChunk];
-  int count = 0;
+  int64_t key[kChunk], value[kChunk];
+  int from = 0, count = 0;
 
   void find(const Problem& p, const Item& item, int64_t start) {
-    count = static_cast<int>(std::min<int64_t>(kChunk, item.context - start));
+    from = static_cast<int>(std::max<int64_t>(0, item.begin - start));
+    count = static_cast<int>(std::min<int64_t>(kChunk, item.end - start));
     const int32_t* pages = p.table + p.slot[item.row] * p.width;
-    int64_t page = start / p.page_size, place = start % p.page_size;
-    for (int i = 0; i < count; ++i) {
-      at[i] = ((pages[page] * p.page_size + place) * p.kv_heads + item.head) * p.head_dim;
+    int64_t page = (start + from) / p.page_size, place = (start + from) % p.page_size;
+    for (int i = from; i < count; ++i) {
+      const int64_t at = (pages[page] * p.page_size + place) * p.kv_heads + item.head;
+      key[i] = at * p.key_dim;
+      value[i] = at * p.value_dim;
       if (++place == p.page_size) ++page, place = 0;
     }
-    // Blocks are computed whole: the last token fills them up, and nobody looks at those scores.
-    for (int i = count; i % kBlock; ++i) at[i] = at[count - 1];
+    // Blocks of keys are computed whole: a neighbour fills them up, and nobody looks at those scores.
+    for (int i = from; i % kBlock; --i) key[i - 1] = key[from];
+    for (int i = count; i % kBlock; ++i) key[i] = key[count - 1];
   }
 
-  void prefetch(const float* pool, int from, int to, int64_t head_dim) const {
-    for (int i = from; i < std::min(to, count); ++i)
-      for (int64_t h = 0; h < head_dim; h += kCacheLine / 4) __builtin_prefetch(pool + at[i] + h, 0, 2);
+  void prefetch(const float* pool, const int64_t* at, int64_t dim, int first, int last) const {
+    for (int i = std::max(first, from); i < std::min(last, count); ++i)
+      for (int64_t h = 0; h < dim; h += kCacheLine / 4) __builtin_prefetch(pool + at[i] + h, 0, 2);
   }
 };
+
+// Which tokens of a chunk a lane sees: every one; those up to its own; of those, the ones in its window.
+enum class Mask { kNone, kCausal, kWindow };
+
+// Whether lanes see token `i` of a chunk, from whose start their own tokens are `last` away.
+template <Mask mask>
+Ints sees(Ints last, int i, int window) {
+  return mask == Mask::kWindow ? (last >= i) & (last < i + window) : last >= i;
+}
 
 // scores[i][v] = the product of token i's key with lane vector v, for kBlock tokens and V lane vectors.
 template <int V>
-void score(const Floats* q, const float* keys, const int64_t* at, int64_t head_dim, int64_t stride, Floats* scores) {
+void score(const Floats* q, const float* keys, const int64_t* at, int64_t dim, int64_t stride, Floats* scores) {
   Floats sum[kBlock][V] = {};
   const float* key[kBlock];
   for (int i = 0; i < kBlock; ++i) key[i] = keys + at[i];
-  for (int64_t h = 0; h < head_dim; ++h) {
+  for (int64_t h = 0; h < dim; ++h) {
     for (int i = 0; i < kBlock; ++i)
       for (int v = 0; v < V; ++v) sum[i][v] += q[h * stride + v] * key[i][h];
   }
@@ -93,19 +116,19 @@ void score(const Floats* q, const float* keys, const int64_t* at, int64_t head_d
 }
 
 // sums[h][v] = sums[h][v] * fade[v] + the weighted values of the chunk, for D places of the head dim.
-// `masked`: some lanes do not see every token, and a weight of zero would not keep a NaN out.
-template <int V, int D, bool masked>
+// The mask counts here too: a weight of zero would not keep a NaN out.
+template <int V, int D, Mask mask>
 void add_values(const Floats* weights, const float* values, const Chunk& chunk, int64_t stride, const Floats* fade,
-                const Ints* last, Floats* sums) {
+                const Ints* last, int window, Floats* sums) {
   Floats sum[D][V];
   for (int d = 0; d < D; ++d)
     for (int v = 0; v < V; ++v) sum[d][v] = sums[d * stride + v] * fade[v];
-  for (int i = 0; i < chunk.count; ++i) {
-    const float* value = values + chunk.at[i];
+  for (int i = chunk.from; i < chunk.count; ++i) {
+    const float* value = values + chunk.value[i];
     for (int d = 0; d < D; ++d)
       for (int v = 0; v < V; ++v) {
         const Floats next = sum[d][v] + weights[i * stride + v] * value[d];
-        sum[d][v] = masked ? (last[v] >= i ? next : sum[d][v]) : next;
+        sum[d][v] = mask == Mask::kNone ? next : sees<mask>(last[v], i, window) ? next : sum[d][v];
       }
   }
   for (int d = 0; d < D; ++d)
@@ -116,17 +139,19 @@ void add_values(const Floats* weights, const float* values, const Chunk& chunk, 
 class Worker {
  public:
   explicit Worker(const Problem& p)
-      : p_(p), max_vectors_(vectors_of(std::max<int64_t>(kTileLanes, p.group()))),
+      : p_(p), window_(static_cast<int>(std::min<int64_t>(p.window, kMaxWindow))),
+        max_vectors_(vectors_of(std::max<int64_t>(kTileLanes, p.group()))),
         memory_(static_cast<Floats*>(std::aligned_alloc(  // of a multiple of the alignment
-            kCacheLine, kCacheLine * max_vectors_ * (2 * p.head_dim + kChunk + 5)))) {
+            kCacheLine, kCacheLine * max_vectors_ * (p.key_dim + p.value_dim + kChunk + 6)))) {
     if (!memory_) throw std::bad_alloc();
     q_ = memory_.get();
-    sums_ = q_ + p.head_dim * max_vectors_;
-    scores_ = sums_ + p.head_dim * max_vectors_;
+    sums_ = q_ + p.key_dim * max_vectors_;
+    scores_ = sums_ + p.value_dim * max_vectors_;
     highest_ = scores_ + kChunk * max_vectors_;
     total_ = highest_ + max_vectors_;
     fade_ = total_ + max_vectors_;
-    last_ = reinterpret_cast<Ints*>(fade_ + max_vectors_);
+    slopes_ = fade_ + max_vectors_;
+    last_ = reinterpret_cast<Ints*>(slopes_ + max_vectors_);
     shifted_ = last_ + max_vectors_;
   }
 
@@ -134,27 +159,32 @@ class Worker {
   void run(const Item& item, const Item* next) {
     vectors_ = vectors_of(item.rows * p_.group());
     load(item);
-    const int64_t all_see = p_.position[item.row] + 1;  // positions rise within a tile
-    for (int64_t start = 0; start < item.context; start += kChunk) {
-      if (start + kChunk < item.context) following_.find(p_, item, start + kChunk);
-      else if (next) following_.find(p_, *next, 0);
-      else following_.count = 0;
-      const bool masked = start + chunk_.count > all_see;
-      if (masked) for (int64_t v = 0; v < vectors_; ++v) shifted_[v] = last_[v] - static_cast<int32_t>(start);
-      for (int i = 0; i < chunk_.count; i += kBlock) {
-        following_.prefetch(p_.keys, i, i + kBlock < chunk_.count ? i + kBlock : kChunk, p_.head_dim);
+    // Positions rise within a tile: all rows see what lies between the last one's begin and the first one's end.
+    const int64_t all_from = p_.first_seen(item.row + item.rows - 1), all_to = p_.position[item.row] + 1;
+    for (int64_t start = item.first_chunk(); start < item.end; start += kChunk) {
+      if (start + kChunk < item.end) following_.find(p_, item, start + kChunk);
+      else if (next) following_.find(p_, *next, next->first_chunk());
+      else following_.from = following_.count = 0;
+      for (int64_t v = 0; v < vectors_; ++v) shifted_[v] = last_[v] - static_cast<int32_t>(start);
+      int ahead = 0;
+      for (int i = chunk_.from / kBlock * kBlock; i < chunk_.count; i += kBlock) {
+        const int to = i + kBlock < chunk_.count ? i + kBlock : kChunk;
+        following_.prefetch(p_.keys, following_.key, p_.key_dim, ahead, to);
+        ahead = to;
         strips([&](auto width, int64_t v) {
-          score<width>(q_ + v, p_.keys, chunk_.at + i, p_.head_dim, vectors_, scores_ + i * vectors_ + v);
+          score<width>(q_ + v, p_.keys, chunk_.key + i, p_.key_dim, vectors_, scores_ + i * vectors_ + v);
         });
       }
-      masked ? softmax<true>() : softmax<false>();
-      masked ? weigh<true>() : weigh<false>();
+      if (p_.softcap || p_.slopes) adjust();
+      if (start + chunk_.from < all_from) finish<Mask::kWindow>();
+      else if (start + chunk_.count > all_to) finish<Mask::kCausal>();
+      else finish<Mask::kNone>();
       std::swap(chunk_, following_);
     }
     store(item);
   }
 
-  void begin(const Item& item) { chunk_.find(p_, item, 0); }
+  void begin(const Item& item) { chunk_.find(p_, item, item.first_chunk()); }
 
  private:
   struct Free { void operator()(void* memory) const { std::free(memory); } };
@@ -170,35 +200,54 @@ class Worker {
   }
 
   void load(const Item& item) {
-    const int64_t group = p_.group(), lanes = item.rows * group, all = vectors_ * kLanes, dim = p_.head_dim;
-    const float scale = p_.scale * 1.44269504f;  // exp(x) = 2^(x log2 e)
-    float* q = reinterpret_cast<float*>(q_);
+    const int64_t group = p_.group(), lanes = item.rows * group, all = vectors_ * kLanes, dim = p_.key_dim;
+    const float scale = p_.softcap ? p_.scale / p_.softcap : p_.scale * kLog2E;
+    float *q = reinterpret_cast<float*>(q_), *slopes = reinterpret_cast<float*>(slopes_);
+    float *highest = reinterpret_cast<float*>(highest_), *total = reinterpret_cast<float*>(total_);
     int32_t* last = reinterpret_cast<int32_t*>(last_);
     for (int64_t lane = 0; lane < all; ++lane) {
-      const int64_t row = item.row + lane / group;
-      const float* from = p_.q + (row * p_.heads + item.head * group + lane % group) * dim;
-      for (int64_t h = 0; h < dim; ++h) q[h * all + lane] = lane < lanes ? from[h] * scale : 0.0f;
-      last[lane] = lane < lanes ? p_.position[row] : -1;
+      const bool used = lane < lanes;
+      const int64_t row = item.row + lane / group, head = item.head * group + lane % group;
+      const float* from = p_.q + (row * p_.heads + head) * dim;
+      for (int64_t h = 0; h < dim; ++h) q[h * all + lane] = used ? from[h] * scale : 0.0f;
+      last[lane] = used ? p_.position[row] : -1;
+      slopes[lane] = used && p_.slopes ? p_.slopes[head] * kLog2E : 0.0f;
+      highest[lane] = used && p_.sinks ? std::max(p_.sinks[head] * kLog2E, kLowest) : kLowest;
+      total[lane] = p_.sinks ? 1.0f : 0.0f;
     }
-    std::fill(sums_, sums_ + dim * vectors_, Floats{});
-    std::fill(highest_, highest_ + vectors_, Floats{} + kLowest);
-    std::fill(total_, total_ + vectors_, Floats{});
+    std::fill(sums_, sums_ + p_.value_dim * vectors_, Floats{});
+  }
+
+  // Soft cap and ALiBi. With a cap, scores come divided by it.
+  void adjust() {
+    for (int64_t v = 0; v < vectors_; ++v)
+      for (int i = chunk_.from; i < chunk_.count; ++i) {
+        Floats& s = scores_[i * vectors_ + v];
+        if (p_.softcap) s = tanh(s) * (p_.softcap * kLog2E);
+        if (p_.slopes) s += slopes_[v] * __builtin_convertvector(i - shifted_[v], Floats);
+      }
+  }
+
+  template <Mask mask>
+  void finish() {
+    softmax<mask>();
+    weigh<mask>();
   }
 
   // Scores become weights; NaN passes the maximum by and arrives through the weight.
-  template <bool masked>
+  template <Mask mask>
   void softmax() {
     for (int64_t v = 0; v < vectors_; ++v) {
       Floats highest = highest_[v], total{};
-      for (int i = 0; i < chunk_.count; ++i) {
+      for (int i = chunk_.from; i < chunk_.count; ++i) {
         Floats s = scores_[i * vectors_ + v];
-        if (masked) s = shifted_[v] >= i ? s : Floats{} + kLowest;
+        if (mask != Mask::kNone) s = sees<mask>(shifted_[v], i, window_) ? s : Floats{} + kLowest;
         highest = s > highest ? s : highest;
       }
-      for (int i = 0; i < chunk_.count; ++i) {
+      for (int i = chunk_.from; i < chunk_.count; ++i) {
         Floats& s = scores_[i * vectors_ + v];
         s = exp2(s - highest);
-        if (masked) s = shifted_[v] >= i ? s : Floats{};
+        if (mask != Mask::kNone) s = sees<mask>(shifted_[v], i, window_) ? s : Floats{};
         total += s;
       }
       fade_[v] = exp2(highest_[v] - highest);
@@ -207,38 +256,41 @@ class Worker {
     }
   }
 
-  template <bool masked>
+  template <Mask mask>
   void weigh() {
-    const int64_t dim = p_.head_dim;
+    const int64_t dim = p_.value_dim;
     const int per_block = static_cast<int>((kChunk * kBlock + dim - 1) / dim);
     int ahead = 0;
     int64_t h = 0;
     for (; h + kBlock <= dim; h += kBlock, ahead += per_block) {
-      following_.prefetch(p_.values, ahead, ahead + per_block, dim);
-      strips([&](auto width, int64_t v) { weigh_strip<width, kBlock, masked>(h, v); });
+      following_.prefetch(p_.values, following_.value, dim, ahead, ahead + per_block);
+      strips([&](auto width, int64_t v) { weigh_strip<width, kBlock, mask>(h, v); });
     }
-    for (; h < dim; ++h) strips([&](auto width, int64_t v) { weigh_strip<width, 1, masked>(h, v); });
+    for (; h < dim; ++h) strips([&](auto width, int64_t v) { weigh_strip<width, 1, mask>(h, v); });
   }
 
-  template <int V, int D, bool masked>
+  template <int V, int D, Mask mask>
   void weigh_strip(int64_t h, int64_t v) {
-    add_values<V, D, masked>(scores_ + v, p_.values + h, chunk_, vectors_, fade_ + v, shifted_ + v,
-                             sums_ + h * vectors_ + v);
+    add_values<V, D, mask>(scores_ + v, p_.values + h, chunk_, vectors_, fade_ + v, shifted_ + v, window_,
+                           sums_ + h * vectors_ + v);
   }
 
   void store(const Item& item) const {
-    const int64_t group = p_.group(), all = vectors_ * kLanes;
+    const int64_t group = p_.group(), all = vectors_ * kLanes, dim = p_.value_dim;
     const float *sums = reinterpret_cast<const float*>(sums_), *total = reinterpret_cast<const float*>(total_);
     for (int64_t lane = 0; lane < item.rows * group; ++lane) {
-      float* to = p_.out + ((item.row + lane / group) * p_.heads + item.head * group + lane % group) * p_.head_dim;
-      for (int64_t h = 0; h < p_.head_dim; ++h) to[h] = sums[h * all + lane] / total[lane];
+      float* to = p_.out + ((item.row + lane / group) * p_.heads + item.head * group + lane % group) * dim;
+      for (int64_t h = 0; h < dim; ++h) to[h] = sums[h * all + lane] / total[lane];
     }
   }
 
+  static constexpr int64_t kMaxWindow = 1 << 30;  // so that a token of a chunk plus this is still an int
+
   const Problem& p_;
+  int window_;
   int64_t max_vectors_, vectors_ = 0;
   std::unique_ptr<Floats, Free> memory_;
-  Floats *q_, *sums_, *scores_, *highest_, *total_, *fade_;
+  Floats *q_, *sums_, *scores_, *highest_, *total_, *fade_, *slopes_;
   Ints *last_, *shifted_;  // each lane's position, and the same counted from the chunk's start
   Chunk chunk_, following_;
 };
@@ -273,26 +325,33 @@ std::vector<Item> make_items(const Problem& p) {
       ++rows;
     }
     if (p.slot[row] == p.null_slot) {
-      std::memset(p.out + row * p.heads * p.head_dim, 0, rows * p.heads * p.head_dim * sizeof(float));
+      std::memset(p.out + row * p.heads * p.value_dim, 0, rows * p.heads * p.value_dim * sizeof(float));
       continue;
     }
     for (int64_t head = 0; head < p.kv_heads; ++head)
-      items.push_back({row, rows, head, p.position[row + rows - 1] + 1});
+      items.push_back({row, rows, head, p.first_seen(row), p.position[row + rows - 1] + 1});
   }
   std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-    return a.rows * a.context > b.rows * b.context;
+    return a.rows * (a.end - a.begin) > b.rows * (b.end - b.begin);
   });
   return items;
 }
 
-ffi::Error run(ffi::ThreadPool pool, float scale, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
-               ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> slot,
-               ffi::Buffer<ffi::S32> position, ffi::Result<ffi::Buffer<ffi::F32>> out) {
-  const auto qd = q.dimensions(), kd = keys.dimensions(), td = table.dimensions();
+ffi::Error run(ffi::ThreadPool pool, float scale, float softcap, int64_t window, ffi::Buffer<ffi::F32> q,
+               ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> table,
+               ffi::Buffer<ffi::S32> slot, ffi::Buffer<ffi::S32> position, ffi::Buffer<ffi::F32> slopes,
+               ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const auto qd = q.dimensions(), kd = keys.dimensions(), vd = values.dimensions(), td = table.dimensions();
   auto shared = std::make_shared<Shared>();
-  shared->problem = {q.typed_data(), keys.typed_data(), values.typed_data(), table.typed_data(), slot.typed_data(),
-                     position.typed_data(), out->typed_data(), scale, qd[0], qd[1], qd[2], kd[1], kd[2], td[1],
-                     td[0] - 1};
+  Problem& p = shared->problem;
+  p.q = q.typed_data(), p.keys = keys.typed_data(), p.values = values.typed_data();
+  p.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
+  p.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  p.table = table.typed_data(), p.slot = slot.typed_data(), p.position = position.typed_data();
+  p.out = out->typed_data();
+  p.scale = scale, p.softcap = softcap, p.window = window;
+  p.tokens = qd[0], p.heads = qd[1], p.key_dim = qd[2], p.value_dim = vd[3];
+  p.page_size = kd[1], p.kv_heads = kd[2], p.width = td[1], p.null_slot = td[0] - 1;
   shared->items = make_items(shared->problem);
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), shared->items.size()) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([shared] { shared->work(); });
@@ -342,13 +401,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_paged_attention, jaxpaged::run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
                                   .Arg<ffi::Buffer<ffi::F32>>()   // q [T, N, H]
                                   .Arg<ffi::Buffer<ffi::F32>>()   // k_pool [P, S, K, H]
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // v_pool [P, S, K, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // v_pool [P, S, K, V]
                                   .Arg<ffi::Buffer<ffi::S32>>()   // block_table [slots + 1, width]
                                   .Arg<ffi::Buffer<ffi::S32>>()   // slot [T]
                                   .Arg<ffi::Buffer<ffi::S32>>()   // position [T]
-                                  .Ret<ffi::Buffer<ffi::F32>>());  // [T, N, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // slopes [N] or [0]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // sinks [N] or [0]
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // [T, N, V]
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rotary_kv_write, jaxpaged::rotate_and_write,
                               ffi::Ffi::Bind()

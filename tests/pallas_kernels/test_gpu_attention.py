@@ -21,12 +21,23 @@ from jaxpaged.models.config import ModelConfig, uniform_layers
 from jaxpaged.models.metadata import make_metadata
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import paged_attention, reference, xla_paged_attention
-from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled, quantize
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 from jaxpaged.pallas_kernels.work_list import WorkSizes, make_work_list, max_tiles
-from tests.pallas_kernels.test_paged_attention import Batch, Piece, Shape, expected, lengths, make_batch, mixed
+from tests.pallas_kernels import test_paged_attention as paged
+from tests.pallas_kernels.test_paged_attention import (
+    VARIANTS,
+    Batch,
+    Piece,
+    Shape,
+    expected,
+    hide_what_is_out_of_sight,
+    lengths,
+    make_batch,
+    mixed,
+)
 
 # A GPU of 4 multiprocessors: grids are small, and contexts are split into several chunks all the same.
 TARGET = GpuTarget((9, 0), 4, interpret=True)
@@ -35,19 +46,11 @@ QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(paged.Variant):
     """What a kernel is traced for, beside the shape of the step."""
 
-    window: int | None = None
-    softcap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
     dtype: Any = jnp.float32  # of queries
     page_dtype: Any = jnp.float32
-
-    def bias(self, heads: int) -> dict[str, np.ndarray]:
-        found = {"slopes": alibi_slopes(heads)} if self.alibi else {}
-        return found | ({"sinks": np.linspace(-2, 3, heads, dtype=np.float32)} if self.sinks else {})
 
 
 PLAIN = Variant()
@@ -61,13 +64,12 @@ def compiled(shape: Shape, variant: Variant) -> Callable[..., Any]:
                                          variant.page_dtype)
     sizes = paged_attention.work_sizes(TARGET, tiles, shape.tokens, shape.slots, heads, shape.kv_heads)
     sizes = replace(sizes, min_chunk=MIN_CHUNK)
-    rule = AttentionRule(SCALE, variant.window, variant.softcap)
 
     @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def run(q: Any, pages: Any, table: Any, slot: Any, position: Any) -> Any:
         work = make_work_list(slot, position, shape.slots, sizes, variant.window)
-        bias = HeadBias(**{name: jnp.asarray(numbers) for name, numbers in variant.bias(heads).items()})
-        return paged_attention.paged_attention(q, pages, table, work, rule, bias, tiles=tiles, target=TARGET), work
+        return paged_attention.paged_attention(q, pages, table, work, variant.rule(SCALE), variant.bias(heads),
+                                               tiles=tiles, target=TARGET), work
 
     return run
 
@@ -101,24 +103,12 @@ def check(shape: Shape, pieces: Sequence[Piece], seed: int = 0, variant: Variant
     batch.q = np.asarray(jnp.asarray(batch.q, variant.dtype))
     pages = stored(batch, variant)
     found, work = compiled(shape, variant)(batch.q, pages, batch.block_table, batch.slot, batch.position)
-    wanted = expected(batch, pieces, SCALE, window=variant.window, softcap=variant.softcap,
-                      **variant.bias(batch.q.shape[1]))
+    wanted = variant.expected(batch, pieces, SCALE)
     rows = sum(piece.new for piece in pieces)
     found = np.asarray(found, np.float64)
     np.testing.assert_allclose(found[:rows], wanted[:rows], rtol=1e-5, atol=tolerance)
     assert np.isfinite(found).all(), "rows of padding must be finite"
     return jax.tree.map(np.asarray, work)
-
-
-def hide_what_is_out_of_sight(batch: Batch, pieces: Sequence[Piece], window: int) -> None:
-    """NaN at the positions that even the first new token of a piece no longer sees."""
-    row = 0
-    for piece in pieces:
-        size = batch.k_pool.shape[1]
-        for place in range(piece.context - piece.new - window + 1):
-            for pool in (batch.k_pool, batch.v_pool):
-                pool[batch.block_table[batch.slot[row], place // size], place % size] = np.nan
-        row += piece.new
 
 
 SMALL = Shape(tokens=48)
@@ -197,25 +187,13 @@ def test_any_shape(data: st.DataObject) -> None:
           share=variant.window is None and data.draw(st.booleans()))
 
 
-VARIANTS = {
-    "window": Variant(window=20),
-    "window of one": Variant(window=1),
-    "window and softcap": Variant(window=33, softcap=2.0),
-    "softcap": Variant(softcap=1.5),
-    "alibi": Variant(alibi=True),
-    "sinks": Variant(sinks=True),
-    "window and sinks": Variant(window=24, sinks=True),
-    "all": Variant(window=40, softcap=3.0, alibi=True, sinks=True),
-}
-
-
 @pytest.mark.parametrize("name", ["window", "all", *slow(*sorted(set(VARIANTS) - {"window", "all"}))])
 def test_variants(name: str) -> None:
     for shape in (Shape(tokens=48, group=3), Shape(tokens=8, slots=8, group=3)):
         pieces = [Piece(70, min(20, shape.tokens - 4)), Piece(1), Piece(64), Piece(17, 2)] if shape.tokens > 8 else \
             [Piece(1), Piece(70), Piece(96), Piece(40, 3)]
         for seed in range(2):
-            check(shape, pieces, seed, VARIANTS[name], tolerance=4e-6)
+            check(shape, pieces, seed, Variant(**vars(VARIANTS[name])), tolerance=4e-6)
 
 
 @pytest.mark.parametrize(("dtype", "page_dtype", "tolerance"), [
@@ -390,9 +368,8 @@ def test_reference_follows_the_rule() -> None:
     pieces = [Piece(70, 20), Piece(1), Piece(64), Piece(17, 2)]
     batch = make_batch(SMALL, pieces, np.random.default_rng(0))
     pages = stored(batch, variant)
-    bias = HeadBias(**{name: jnp.asarray(numbers) for name, numbers in variant.bias(4).items()})
     found = reference.paged_attention(jnp.asarray(batch.q), pages, jnp.asarray(batch.block_table),
                                       jnp.asarray(batch.slot), jnp.asarray(batch.position),
-                                      AttentionRule(SCALE, 40, 3.0), bias)
-    wanted = expected(batch, pieces, SCALE, window=40, softcap=3.0, **variant.bias(4))
+                                      variant.rule(SCALE), variant.bias(4))
+    wanted = variant.expected(batch, pieces, SCALE)
     np.testing.assert_allclose(np.asarray(found)[:24], wanted[:24], rtol=1e-5, atol=4e-6)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.pallas_kernels import kv_write, reference, xla_paged_attention
-from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
+from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.xla_paged_attention import TileSizes, make_tile_list
 
@@ -96,6 +96,56 @@ def make_batch(shape: Shape, pieces: Sequence[Piece], rng: np.random.Generator, 
     return batch
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What attention is asked for beside the causal one."""
+
+    window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+
+    def rule(self, scale: float) -> AttentionRule:
+        return AttentionRule(scale, self.window, self.softcap)
+
+    def arrays(self, heads: int) -> dict[str, np.ndarray]:
+        found = {"slopes": alibi_slopes(heads)} if self.alibi else {}
+        return found | ({"sinks": np.linspace(-2, 3, heads, dtype=np.float32)} if self.sinks else {})
+
+    def bias(self, heads: int) -> HeadBias:
+        return HeadBias(**{name: jnp.asarray(numbers) for name, numbers in self.arrays(heads).items()})
+
+    def expected(self, batch: Batch, pieces: Sequence[Piece], scale: float) -> np.ndarray:
+        return expected(batch, pieces, scale, window=self.window, softcap=self.softcap,
+                        **self.arrays(batch.q.shape[1]))
+
+
+PLAIN = Variant()
+VARIANTS = {
+    "window": Variant(window=20),
+    "window of one": Variant(window=1),
+    "window and softcap": Variant(window=33, softcap=2.0),
+    "softcap": Variant(softcap=1.5),
+    "alibi": Variant(alibi=True),
+    "sinks": Variant(sinks=True),
+    "window and sinks": Variant(window=24, sinks=True),
+    "all": Variant(window=40, softcap=3.0, alibi=True, sinks=True),
+}
+variants = st.builds(Variant, window=st.none() | st.integers(1, 90), softcap=st.sampled_from([None, 3.0]),
+                     alibi=st.booleans(), sinks=st.booleans())
+
+
+def hide_what_is_out_of_sight(batch: Batch, pieces: Sequence[Piece], window: int) -> None:
+    """NaN at the positions that even the first new token of a piece no longer sees."""
+    row = 0
+    for piece in pieces:
+        size = batch.k_pool.shape[1]
+        for place in range(piece.context - piece.new - window + 1):
+            for pool in (batch.k_pool, batch.v_pool):
+                pool[batch.block_table[batch.slot[row], place // size], place % size] = np.nan
+        row += piece.new
+
+
 def expected(batch: Batch, pieces: Sequence[Piece], scale: float, *, window: int | None = None,
              softcap: float | None = None, slopes: np.ndarray | None = None,
              sinks: np.ndarray | None = None) -> np.ndarray:
@@ -122,28 +172,30 @@ def expected(batch: Batch, pieces: Sequence[Piece], scale: float, *, window: int
 
 
 @cache
-def compiled(sizes: TileSizes, scale: float) -> Callable[..., jax.Array]:
+def compiled(sizes: TileSizes, scale: float, variant: Variant) -> Callable[..., jax.Array]:
     @jax.jit
     def run(q: Any, k_pool: Any, v_pool: Any, table: Any, slot: Any, position: Any) -> jax.Array:
         work = make_tile_list(slot, position, table.shape[0] - 1, sizes)
-        return xla_paged_attention.paged_attention(q, KVPages(k_pool, v_pool), table, work, AttentionRule(scale),
-                                                   HeadBias(), sizes)
+        return xla_paged_attention.paged_attention(q, KVPages(k_pool, v_pool), table, work, variant.rule(scale),
+                                                   variant.bias(q.shape[1]), sizes)
 
     return run
 
 
-def run_xla(batch: Batch, sizes: TileSizes, scale: float) -> np.ndarray:
-    out = compiled(sizes, scale)(batch.q, batch.k_pool, batch.v_pool, batch.block_table, batch.slot, batch.position)
-    return np.asarray(out)
+def run_xla(batch: Batch, sizes: TileSizes, scale: float, variant: Variant = PLAIN) -> np.ndarray:
+    run = compiled(sizes, scale, variant)
+    return np.asarray(run(batch.q, batch.k_pool, batch.v_pool, batch.block_table, batch.slot, batch.position))
 
 
 def check(shape: Shape, pieces: Sequence[Piece], seed: int = 0, *, sizes: TileSizes | None = None,
-          tolerance: float = 2e-6, **how: Any) -> None:
+          variant: Variant = PLAIN, tolerance: float = 2e-6, **how: Any) -> None:
     """Compare the XLA path with float64."""
     assert sum(piece.new for piece in pieces) <= shape.tokens and len(pieces) <= shape.slots
     batch = make_batch(shape, pieces, np.random.default_rng(seed), **how)
+    if variant.window is not None:
+        hide_what_is_out_of_sight(batch, pieces, variant.window)
     scale = shape.head_dim**-0.5
-    found, wanted = run_xla(batch, sizes or TileSizes(), scale), expected(batch, pieces, scale)
+    found, wanted = run_xla(batch, sizes or TileSizes(), scale, variant), variant.expected(batch, pieces, scale)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=tolerance)
 
 
