@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged.models.config import AttentionSpec, ModelConfig
+from jaxpaged.models.config import AttentionSpec
 from jaxpaged.models.layers import Linear, MeshAxes, Norm, apply_linear
 from jaxpaged.models.metadata import XLA_TILES, AttentionMetadata, GpuAttention
 from jaxpaged.models.rotary import rotate

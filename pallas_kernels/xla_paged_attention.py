@@ -4,7 +4,8 @@ The rows of a step are cut into query tiles: up to `tile_rows` consecutive token
 context, a decode row is a tile of one. `make_tile_list` finds the tiles once per step, on the device; all layers use
 the same list. Tiles of one are sorted by context and run in groups of `group`, so that a long request slows only the
 members of its own group; larger tiles run one by one. Both loop over the context in chunks of pages with an online
-softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), with trip counts read from the lengths.
+softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), with trip counts read from the lengths. Where there is a
+window, each tile starts with the chunk in which its first row's window begins.
 
 XLA on CPU runs many tiny products far below the speed of one larger one, and copies what it has to transpose. Tiles of
 one therefore lay the heads' queries out block-diagonally, [N, K * H] with zeros in the other heads' columns: one
@@ -209,17 +210,19 @@ def _single_rows(
         columns = block_table[lax.dynamic_slice_in_dim(slots, first, group)]
         seen = lax.dynamic_slice_in_dim(context, first, group)
         begin = _first_seen(seen, rule)
-        chunk_tokens = chunk * pages.k.shape[1]
+        page_size, chunk_tokens = pages.k.shape[1], chunk * pages.k.shape[1]
+        first_chunk = begin // chunk_tokens  # [W]
 
         def run_chunk(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, weighted = carry
-            here = lax.dynamic_slice(columns, (0, step * chunk), (group, chunk))
-            place = step * chunk_tokens + jnp.arange(chunk_tokens)
+            column = (first_chunk[:, None] + step) * chunk + jnp.arange(chunk)  # [W, C]
+            here = jnp.take_along_axis(columns, column, axis=1, mode="clip")
+            place = (column[..., None] * page_size + jnp.arange(page_size)).reshape(group, chunk_tokens)
             visible = (place < seen[:, None]) & (place >= begin[:, None])  # [W, C * S]
             keys, values = _read_chunk(pages.k, here, None), _read_chunk(pages.v, here, visible)
             products = jnp.einsum("wnd,wcd->wnc", part, keys.astype(part.dtype), preferred_element_type=jnp.float32)
             scores = _scored(products, by_head(_read_scales(pages.k_scale, here)),
-                             place - (seen[:, None, None] - 1), slopes, rule)
+                             (place - (seen[:, None] - 1))[:, None], slopes, rule)
             highest, weights, fade = _online_softmax(highest, scores, visible[:, None])
             total = total * fade + jnp.sum(weights, axis=-1)
             value_scales = by_head(_read_scales(pages.v_scale, here))
@@ -230,9 +233,8 @@ def _single_rows(
             return highest, total, weighted * fade[..., None] + new
 
         start = _start((group, heads), bias.sinks, width)
-        trips = (jnp.max(seen) + chunk_tokens - 1) // chunk_tokens
-        first_chunk = jnp.min(jnp.where(seen > 0, begin, jnp.max(begin))) // chunk_tokens
-        _, total, weighted = lax.fori_loop(first_chunk, trips, run_chunk, start)
+        trips = jnp.max((seen + chunk_tokens - 1) // chunk_tokens - first_chunk)
+        _, total, weighted = lax.fori_loop(0, trips, run_chunk, start)
         weighted = (weighted / jnp.maximum(total, 1e-30)[..., None]).reshape(group, kv_heads, per_head, kv_heads, -1)
         own = jnp.stack([weighted[:, head, :, head] for head in range(kv_heads)], axis=1)
         return lax.dynamic_update_slice_in_dim(out, own.astype(q.dtype), first, 0)

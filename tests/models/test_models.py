@@ -122,6 +122,8 @@ def test_logits(checkpoints: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "engine_args"), [
     ("grouped", {}), ("all at once", {"max_num_batched_tokens": 7}), ("mistral", {"max_num_batched_tokens": 7}),
+    ("mistral", {"max_num_batched_tokens": 7, "cpu_attention": "xla"}), ("qwen2 windows", {}),
+    ("qwen2 windows", {"cpu_attention": "xla"}),
     ("qwen3", {"max_num_batched_tokens": 7})])
 def test_greedy_ids(checkpoints: Path, name: str, engine_args: dict[str, Any]) -> None:
     """Through the whole engine: prompts in pieces, several at once, mixed with decoding."""

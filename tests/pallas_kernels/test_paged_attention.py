@@ -5,7 +5,7 @@ tables, tiles and padding are the product's business.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -231,6 +231,27 @@ def test_mixed_batches(pieces: list[Piece], seed: int, share: bool, sizes: TileS
 @given(st.lists(lengths, max_size=8), st.integers(0, 2**31), st.sampled_from([TileSizes(), FINE]))
 def test_decode_batches(contexts: list[int], seed: int, sizes: TileSizes) -> None:
     check(DECODE, [Piece(context) for context in contexts], seed, sizes=sizes)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("window", FINE), ("all", FINE), *(pytest.param(name, sizes, marks=pytest.mark.slow) for name in VARIANTS
+                                       for sizes in (TileSizes(), FINE))])
+def test_variants(name: str, sizes: TileSizes) -> None:
+    variant = VARIANTS[name]
+    check(SMALL, [Piece(70, 20), Piece(1), Piece(64), Piece(17, 2)], sizes=sizes, variant=variant, tolerance=4e-6)
+    check(DECODE, [Piece(1), Piece(70), Piece(96), Piece(40, 3)], sizes=sizes, variant=variant, tolerance=4e-6)
+
+
+def test_through_a_window_a_row_is_the_same_beside_rows_of_any_length() -> None:
+    """Each row of a group starts where its own window begins."""
+    shape, variant = Shape(tokens=4, slots=4, width=64, num_pages=130), Variant(window=20)
+    pieces = [Piece(1000), Piece(17), Piece(400), Piece(65)]
+    check(shape, pieces, variant=variant, sizes=FINE)
+    batch = make_batch(shape, pieces, np.random.default_rng(0))
+    whole = run_xla(batch, TileSizes(), 0.25, variant)
+    for row in range(4):
+        alone = replace(batch, slot=np.where(np.arange(4) == row, batch.slot, shape.slots).astype(np.int32))
+        np.testing.assert_allclose(run_xla(alone, TileSizes(), 0.25, variant)[row], whole[row], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [TileSizes(), FINE], ids=["default", "fine"])
