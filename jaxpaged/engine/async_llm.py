@@ -27,7 +27,7 @@ from jaxpaged.frontend.input_processor import ProcessedRequest
 class AsyncLLM:
     """A model whose requests come and go one by one; the engine runs in a thread of its own.
 
-    Its requests belong to one event loop at a time: once all have ended another one may go on.
+    Its requests belong to one event loop at a time: once all have finished, another loop may use it.
 
     Args:
         model, engine_args: as for `LLM`.
@@ -58,29 +58,29 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they come; leaving the loop early stops it.
+        """Outputs of one request as they arrive; leaving the loop early aborts it.
 
         Args:
             prompt: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: None for the model's defaults; `output_kind` says what each output holds.
-            request_id: unique among the running ones; made up if not given.
+            request_id: unique among the running ones; generated if not given.
             priority: the smaller is served first, with scheduling_policy="priority".
 
         Raises:
             RequestError: the request cannot be served.
             EngineDeadError: the engine has ended.
         """
-        self._belong_to(asyncio.get_running_loop())
+        self._bind_to_loop(asyncio.get_running_loop())
         name = request_id or f"request-{next(self._ordinals)}"
         if name in self._keys:
             raise RequestError("a request with this request_id is running", param="request_id")
-        # The engine may still deliver the end of a request whose name is used again: it knows each by a key of its own.
+        # The engine may still deliver the end of a request whose name is used again, so each has a key of its own.
         key = f"{next(self._ordinals)}:{name}"
         self._keys[name] = key
         try:
             request = await asyncio.to_thread(self._front.inputs.process, key, prompt, sampling_params,
                                               priority=priority)
-            if self._failure is not None:  # asked for only now: a failure while the prompt was read has told nobody
+            if self._failure is not None:  # checked only now: `_fail_all` does not reach prompts in preparation
                 raise self._failure
             if self._num_live + len(request.sequences) > self._max_waiting:
                 raise OverloadedError("too many requests are waiting; try again later, or raise max_waiting_requests")
@@ -92,7 +92,7 @@ class AsyncLLM:
             del self._keys[name]
             self._aborted.discard(key)
 
-    def _belong_to(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _bind_to_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is not None and self._loop is not loop and self._keys and not self._loop.is_closed():
             raise RequestError("requests of another event loop are running; wait for them, or make an AsyncLLM for "
                                "each event loop")
@@ -123,15 +123,15 @@ class AsyncLLM:
                 self._inbox.put(AbortRequests(tuple(sequences)))
 
     async def abort(self, request_id: str) -> None:
-        """Stop a request; whoever iterates over it gets a last output with finish_reason "abort"."""
+        """Abort a request; its iterator yields a last output with finish_reason "abort"."""
         key = self._keys.get(request_id)
         if key in self._streams:
             self._inbox.put(AbortRequests(self._front.sequences(key)))
         elif key is not None:
-            self._aborted.add(key)  # its prompt is still being read
+            self._aborted.add(key)  # its prompt is still being processed
 
     async def reset_prefix_cache(self) -> bool:
-        """Share nothing that has been computed so far with later requests; always succeeds."""
+        """Drop all cached prefixes, so that later requests share nothing computed so far; always succeeds."""
         self._inbox.put(ResetPrefixCache())
         return True
 
@@ -140,7 +140,7 @@ class AsyncLLM:
         return dict(await self._call(lambda engine: engine.params))
 
     async def update_weights(self, params: Mapping[Any, Any]) -> None:
-        """Use other weights of the same shapes and dtypes from the next step on, also for requests that are running.
+        """Replace the weights by others of the same shapes and dtypes, from the next step on, in running requests too.
 
         Raises:
             ConfigError: the tree, a shape or a dtype differs.
@@ -153,7 +153,7 @@ class AsyncLLM:
         self._calls.add(call.result)
         self._inbox.put(call)
         try:
-            if self._failure is not None:  # asked for only now: whoever ends the engine looks for calls after that
+            if self._failure is not None:  # checked only now: it is set before the pending calls are failed
                 raise self._failure
             return await asyncio.wrap_future(call.result)
         finally:
@@ -168,7 +168,7 @@ class AsyncLLM:
         return self._front.metrics.values()
 
     def shutdown(self) -> None:
-        """End the engine and every request that is still running."""
+        """End the engine and every running request."""
         self._inbox.put(Shutdown())
         self._thread.join()
         self._engine = None
@@ -186,7 +186,7 @@ class AsyncLLM:
             run_engine_loop(engine, self._receive, self._send)
             engine.shutdown()
             failure = EngineDeadError("this AsyncLLM has been shut down")
-        except Exception as error:  # whatever it is, everyone who waits is told
+        except Exception as error:  # whatever it is, every waiting request and call gets it
             failure = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
         self._failure = failure
@@ -206,7 +206,7 @@ class AsyncLLM:
         self._on_loop(self._deliver, outputs)
 
     def _on_loop(self, call: Any, argument: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call, argument)
 

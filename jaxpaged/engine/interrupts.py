@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment of our choice: a step that is broken off in the middle leaves an engine that cannot go on."""
+"""Ctrl-C between steps only: an interrupt inside a step leaves an engine that cannot continue."""
 
 import signal
 import threading
@@ -8,34 +8,34 @@ from typing import Any, Self
 
 
 class DeferredInterrupts:
-    """In its with statement Ctrl-C waits for the next `check`, or for the end; a second one does not wait.
+    """Defers Ctrl-C inside its with statement to the next `check`, or to the end; a second one is not deferred.
 
-    It does nothing outside of the main thread, which alone gets interrupts, nor where the program ignores them.
+    It does nothing outside the main thread, which alone receives interrupts, nor where the program ignores them.
     """
 
     def __init__(self) -> None:
-        self._before: Callable[[int, FrameType | None], Any] | None = None
-        self._waiting = False
+        self._previous: Callable[[int, FrameType | None], Any] | None = None
+        self._pending = False
 
     def __enter__(self) -> Self:
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(before):
-            self._before = before
-            signal.signal(signal.SIGINT, self._note)
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(previous):
+            self._previous = previous
+            signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
             self.check()
 
     def check(self) -> None:
-        """Let in an interrupt that has come, which by default raises KeyboardInterrupt."""
-        if self._waiting and self._before is not None:
-            self._waiting = False
-            self._before(signal.SIGINT, None)
+        """Deliver a deferred interrupt, which by default raises KeyboardInterrupt."""
+        if self._pending and self._previous is not None:
+            self._pending = False
+            self._previous(signal.SIGINT, None)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting and self._before is not None:
-            self._before(number, frame)
-        self._waiting = True
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._pending and self._previous is not None:
+            self._previous(number, frame)
+        self._pending = True

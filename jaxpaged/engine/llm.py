@@ -31,7 +31,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 def print_line(line: str) -> None:
-    """Show a start-up line to the user without touching what the program prints."""
+    """Show a start-up line to the user on stderr, which leaves the program's stdout alone."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -53,12 +53,12 @@ def in_memory_model(model: Any) -> InMemoryModel | None:
 class LLM:
     """A loaded model and its engine, for batches of prompts. Calls from several threads run one after the other.
 
-    Ctrl-C ends the call that runs, with its requests, and leaves the LLM usable.
+    Ctrl-C ends the running call and its requests, and leaves the LLM usable.
 
     Args:
         model: a directory, a .gguf file, a hub id, nothing for the embedded default, or a (module, params) pair of a
-            `jaxpaged.models` module and the pure dict of its parameters, which are used where they are.
-        engine_args: any field of `EngineConfig`; they are the server's flags with underscores.
+            `jaxpaged.models` module and the pure dict of its parameters, which are used in place.
+        engine_args: fields of `EngineConfig`: the server's flags, with underscores.
 
     Raises:
         ConfigError, CheckpointError: with what to change.
@@ -72,7 +72,7 @@ class LLM:
         self._engine: Engine | None = Engine(config, print_line, model=in_memory)
         self.info: EngineInfo = self._engine.info
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
-        self._lock = threading.Lock()  # around every use of the engine, and of what is not `inputs` in the front
+        self._lock = threading.Lock()  # around every use of the engine and of `_front`, except its `inputs`
         self._gone = "this LLM has been shut down; make a new one"
         self._ordinals = itertools.count()
         print_line(self.info.summary())
@@ -98,7 +98,7 @@ class LLM:
             One output per prompt, in their order.
 
         Raises:
-            RequestError: a prompt or a parameter cannot be used; nothing has run then.
+            RequestError: a prompt or a parameter cannot be used; no request has run.
         """
         return self._run([(prompt, True) for prompt in _batch(prompts)], sampling_params, use_tqdm, priority)
 
@@ -116,7 +116,7 @@ class LLM:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
 
         Args:
-            tools: that the template tells the model of, in OpenAI's form; calls are part of the text.
+            tools: that the template describes to the model, in OpenAI's form; tool calls are part of the text.
         """
         one = not messages or isinstance(messages[0], Mapping)
         prompts = [
@@ -136,8 +136,8 @@ class LLM:
     def get_metrics(self) -> dict[str, float]:
         """Metrics by name, as the server's /metrics spells them; histograms as name_sum and name_count.
 
-        Beside them `jaxpaged:kv_internal_fragmentation_ratio_mean`, the mean over all steps so far, and sums over all
-        steps of the blocks in use and of those that sharing saved.
+        It adds `jaxpaged:kv_internal_fragmentation_ratio_mean`, the mean over all steps so far, and sums over all steps
+        of the blocks in use and of the blocks saved by sharing.
         """
         with self._lock:
             stats = self._live_engine().stats()
@@ -154,7 +154,7 @@ class LLM:
         return self._live_engine().params
 
     def update_weights(self, params: Mapping[Any, Any]) -> None:
-        """Use other weights of the same shapes and dtypes from the next request on.
+        """Replace the weights by others of the same shapes and dtypes, from the next request on.
 
         Raises:
             ConfigError: the tree, a shape or a dtype differs.
@@ -163,7 +163,7 @@ class LLM:
             self._live_engine().update_weights(params)
 
     def reset_prefix_cache(self) -> bool:
-        """Share nothing that has been computed so far with later requests; always succeeds."""
+        """Drop all cached prefixes, so that later requests share nothing computed so far; always succeeds."""
         with self._lock, DeferredInterrupts():
             self._live_engine().reset_prefix_cache()
         return True
@@ -178,10 +178,10 @@ class LLM:
         ignore_eos: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The most probable continuations of prompts, as far as a beam search finds them.
+        """The most probable continuations of prompts that a beam search finds.
 
         Args:
-            beam_width: sequences followed at once, and returned.
+            beam_width: number of beams, and of choices returned.
             length_penalty, early_stopping: see `SamplingParams`.
 
         Returns:
@@ -207,7 +207,7 @@ class LLM:
             One output per prompt, in their order; the vector is `output.outputs.embedding`.
 
         Raises:
-            RequestError: a prompt cannot be used; nothing has run then.
+            RequestError: a prompt cannot be used; no request has run.
         """
         if not self._config.enable_embeddings:
             raise NotSupportedError("embeddings need an LLM made with enable_embeddings=True")
@@ -221,7 +221,7 @@ class LLM:
         return outputs
 
     def shutdown(self) -> None:
-        """Free the model and the KV pool; the LLM cannot be used any more."""
+        """Free the model and the KV pool; the LLM cannot be used afterwards."""
         with self._lock:
             if self._engine is not None:
                 self._engine.shutdown()
@@ -269,7 +269,7 @@ class LLM:
                         engine.add_request(sequence)
                 finished = self._finish_all(engine, requests, use_tqdm, interrupts)
             except BaseException as error:  # a refusal, an interrupt or a failure: leave nothing running
-                self._leave(engine, requests, error)
+                self._abort_all(engine, requests, error)
                 raise
         return [finished[request.request_id] for request in requests]
 
@@ -291,8 +291,8 @@ class LLM:
                         bar.update()
         return finished
 
-    def _leave(self, engine: Engine, requests: Sequence[ProcessedRequest], error: BaseException) -> None:
-        """Abort requests; an engine that has failed in the middle of a step is given up, and its memory with it."""
+    def _abort_all(self, engine: Engine, requests: Sequence[ProcessedRequest], error: BaseException) -> None:
+        """Abort requests; an engine that has failed inside a step is dropped, and its memory freed."""
         for request in requests:
             sequences = self._front.abort(request.request_id, time.monotonic())
             if not engine.broken:
@@ -314,7 +314,7 @@ def generate(
     """Complete prompts with a model in one call.
 
     Args:
-        model: whatever `LLM` takes, or an `LLM`, which is then used as it is and kept.
+        model: whatever `LLM` takes, or an `LLM`, which is used and left open.
         prompts: see `LLM.generate`.
         sampling_params: one for all or one for each; or give fields of `SamplingParams` as keywords.
         engine_args: keyword arguments for `LLM`.
@@ -368,5 +368,5 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 
 def _final_only(params: SamplingParams | None) -> SamplingParams | None:
-    # Nobody sees a batch's outputs before they are complete.
+    # A batch's outputs are returned only when they are complete.
     return params and dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -52,7 +52,7 @@ _SHOW_LOADING_BYTES = 2**30  # smaller models load in seconds: the compilation's
 
 @dataclass(frozen=True, slots=True)
 class InMemoryModel:
-    """A model that somebody already holds: its module, and weights as `nnx.to_pure_dict` gives them."""
+    """A model in the caller's memory: its module, and weights as `nnx.to_pure_dict` returns them."""
 
     module: Transformer
     params: Params
@@ -60,7 +60,7 @@ class InMemoryModel:
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """What an engine runs on."""
+    """A loaded and compiled model."""
 
     runner: ModelRunner
     info: EngineInfo
@@ -69,7 +69,7 @@ class ReadyModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model before its weights are there: how to define it for some devices, and how to load it."""
+    """A model without weights: how to define it for some devices, and how to load it."""
 
     config: ModelConfig
     dtype: jnp.dtype
@@ -78,7 +78,7 @@ class ModelSource:
 
 
 def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | None = None) -> ReadyModel:
-    """Load the model, plan the pool, compile the programs; progress goes to stderr and `report`.
+    """Load the model, plan the KV pool and compile the programs; progress goes to stderr and `report`.
 
     Raises:
         ConfigError, CheckpointError: with what to change.
@@ -151,7 +151,7 @@ def layout_of(
 
 
 def temporaries_matter(config: EngineConfig, device: DeviceInfo) -> bool:
-    """Whether the pool gets what is left of a share of the memory, and a compiler can tell what the steps take."""
+    """Whether the pool takes what a share of the memory leaves, and a compiler can measure the steps' temporaries."""
     return bool(device.devices) and (device.platform != "cpu" or config.gpu_memory_utilization is not None)
 
 

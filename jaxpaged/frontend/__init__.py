@@ -1,1 +1,1 @@
-"""What stands around an engine wherever it runs: requests checked and tokenised, outputs put together, metrics."""
+"""The text side of an engine, wherever it runs: requests checked and tokenised, outputs detokenised, metrics."""

@@ -11,16 +11,16 @@ from jaxpaged.frontend.input_processor import ProcessedRequest
 
 Pooling = Literal["last", "mean"]
 
-# The engine draws one token behind every prompt; nobody reads it here.
+# The engine samples one token behind every prompt; here it is discarded.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False,
                                   output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def for_embedding(request: ProcessedRequest, pooling: object) -> ProcessedRequest:
-    """A request that was made with EMBEDDING_PARAMS, as one for an embedding.
+    """Turn a request with EMBEDDING_PARAMS into one for an embedding.
 
     Raises:
-        RequestError: there is no such pooling.
+        RequestError: an unknown pooling.
     """
     if pooling != "last" and pooling != "mean":
         raise RequestError("pooling must be last or mean", param="pooling")

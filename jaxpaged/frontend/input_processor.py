@@ -36,9 +36,9 @@ class ProcessedRequest:
     """A request ready to run.
 
     Attributes:
-        prompt: the prompt's text, None where it came as ids alone.
-        max_tokens: resolved limit of each choice.
-        sequences: what the engine gets, one per choice.
+        prompt: the prompt's text; None where only ids were given.
+        max_tokens: the resolved limit of each choice.
+        sequences: the engine's requests, one per choice.
     """
 
     request_id: str
@@ -104,15 +104,15 @@ class InputProcessor:
         """Turn one prompt into requests for the engine.
 
         Args:
-            prompt: text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}; with both keys the ids count and
-                the text is only kept. A third key, "cache_salt", is the argument of that name.
+            prompt: text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}; with both keys the ids are
+                used and the text is only returned. A third key, "cache_salt", is the argument of that name.
             params: None for the model's defaults.
-            add_special_tokens: let the tokenizer add what it adds to a text, such as a beginning token.
-            lower_max_tokens: where max_tokens does not fit, lower it; for a max_tokens that is only a default.
-            arrival_time: seconds of `time.monotonic()`, where it is not now.
+            add_special_tokens: let the tokenizer add its special tokens, such as a BOS token.
+            lower_max_tokens: lower a max_tokens that does not fit, because it is only a default.
+            arrival_time: seconds of `time.monotonic()`; None for the present.
             priority: the smaller is served first.
             cache_salt: prefixes are shared only with requests of the same salt.
-            truncate_prompt_tokens: keep only so many tokens, the last ones; -1 for as many as the context holds.
+            truncate_prompt_tokens: keep only that many tokens, the last ones; -1 for as many as the context holds.
 
         Raises:
             RequestError: the prompt or a parameter cannot be used; `param` names the field.
@@ -146,9 +146,9 @@ class InputProcessor:
         seed = None if params.seed is None else params.seed % 2**64
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         ids_of_choices = sequence_ids(request_id, params.num_sequences)
-        drawn = params.for_engine()
+        engine_params = params.for_engine()
         sequences = tuple(
-            EngineRequest(sequence_id, ids, drawn, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
+            EngineRequest(sequence_id, ids, engine_params, max_tokens, stop_token_ids, eos, bad_word_ids, seed, choice,
                           arrival_time, priority, cache_salt, fork_of=ids_of_choices[0] if choice else None,
                           skip_prefix_read=params.prompt_logprobs is not None, grammar=grammar)
             for choice, sequence_id in enumerate(ids_of_choices))
@@ -162,8 +162,8 @@ class InputProcessor:
 
         Args:
             tools: that the model may call, in OpenAI's form.
-            add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
-            may_be_long: take one that exceeds the context, for counting its tokens.
+            add_special_tokens: add the tokenizer's special tokens, where the template has not written them.
+            may_be_long: allow one that exceeds the context, for counting its tokens.
 
         Returns:
             {"prompt": text, "prompt_token_ids": ids}.
@@ -187,7 +187,7 @@ class InputProcessor:
         return {"prompt": text, "prompt_token_ids": ids}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text, which may exceed the context, though not by how many characters it has.
+        """Ids of a text. They may exceed the context, unless the number of characters alone does.
 
         Raises:
             RequestError: text that cannot be tokenised.
@@ -257,7 +257,7 @@ class InputProcessor:
         return grammar
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """How the words can be spelled, at the beginning of a text and after a space."""
+        """The token ids of each word, at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             tokenizer = self._needed_tokenizer("bad_words")
@@ -309,8 +309,9 @@ def _check_beams(params: SamplingParams, num_end_ids: int) -> None:
                            "structured_outputs and prompt_logprobs; leave these out", param="use_beam_search")
     width = params.best_of or params.n
     if num_beam_candidates(width, num_end_ids) > MAX_BEAM_CANDIDATES:
-        most = MAX_BEAM_CANDIDATES // num_beam_candidates(1, num_end_ids)
-        raise RequestError(f"a beam search has at most {most} beams here", param="best_of" if params.best_of else "n")
+        max_beams = MAX_BEAM_CANDIDATES // num_beam_candidates(1, num_end_ids)
+        raise RequestError(f"a beam search has at most {max_beams} beams here",
+                           param="best_of" if params.best_of else "n")
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Prometheus metrics under vLLM's names, so that existing dashboards work unchanged.
 
-Engine totals come from EngineStats, request figures from the side that knows what a request's text and tokens are.
+Engine totals come from EngineStats, request figures from the OutputProcessor.
 """
 
 import math
@@ -27,7 +27,7 @@ _STEP_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 
 
 @dataclass(frozen=True, slots=True)
 class MetricValue:
-    """One metric at one moment. `name` has no `_total`; `value` of a histogram is the sum of what it saw.
+    """One metric at one moment. `name` has no `_total`; `value` of a histogram is the sum of its observations.
 
     Attributes:
         kind: "counter", "gauge" or "histogram".
@@ -109,7 +109,7 @@ class Metrics:
             "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
             "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
         }))
-        self.record_stats(EngineStats(compilations=info.num_compiled))  # what later ones are compared with
+        self.record_stats(EngineStats(compilations=info.num_compiled))  # the start of its counters
 
     def _gauge(self, name: str, text: str) -> prometheus.Gauge:
         return prometheus.Gauge(name, text, [*self._labels], registry=self.registry).labels(**self._labels)
@@ -122,7 +122,7 @@ class Metrics:
                                     buckets=buckets).labels(**self._labels)
 
     def record_stats(self, stats: EngineStats) -> None:
-        """Take over the engine's state after a step; its totals never make a counter go down."""
+        """Record the engine's state after a step; counters never decrease."""
         self._stats = stats
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
@@ -141,7 +141,7 @@ class Metrics:
 
     def start_request(self, request_id: str, *, prompt_tokens: int, n: int, max_tokens: int,
                       arrival_time: float) -> None:
-        """Begin the record of one request, which counts once whatever its n.
+        """Start the record of one request, which counts once whatever its n.
 
         Args:
             prompt_tokens: tokens of the prompt.
@@ -150,20 +150,20 @@ class Metrics:
         self._live[request_id] = _Live(prompt_tokens, n, max_tokens, arrival_time)
 
     def record_outputs(self, done: ProcessedOutputs, now: float) -> None:
-        """Count what a batch from the engine led to; `now` is seconds of `time.monotonic()`."""
-        for news in done.new_tokens:
-            live = self._live.get(news.request_id)
+        """Count the result of a batch of deltas; `now` is seconds of `time.monotonic()`."""
+        for new in done.new_tokens:
+            live = self._live.get(new.request_id)
             if live is not None:
-                self._record_tokens(live, news.choice, news.count, news.num_cached_tokens, now)
+                self._record_tokens(live, new.choice, new.count, new.num_cached_tokens, now)
         for ended in done.finished:
             self._finish(ended.request_id, ended.finish_reason, ended.metrics, now)
 
     def abort_request(self, request_id: str, now: float) -> None:
-        """Close the record of a request that nobody waits for any more; an unknown or finished one is ignored."""
+        """Close the record of an aborted request; an unknown or finished one is ignored."""
         self._finish(request_id, "abort", None, now)
 
     def fail_request(self, request_id: str, now: float) -> None:
-        """Close the record of a request of which a choice has failed, whatever the others do; otherwise as above."""
+        """Close the record of a request with a failed choice, whatever the others do; otherwise as `abort_request`."""
         self._finish(request_id, "error", None, now)
 
     def _record_tokens(self, live: "_Live", choice: int, count: int, cached_tokens: int, now: float) -> None:
@@ -223,14 +223,14 @@ class Metrics:
         return values
 
     def activity(self) -> dict[str, float]:
-        """Who runs and waits now, and totals so far, for a reader that looks again and takes differences."""
+        """Running and waiting sequences, and totals so far, of which a repeated reader takes differences."""
         stats = self._stats
         return {"running": stats.num_running, "waiting": stats.num_waiting, "preemptions": stats.num_preemptions,
                 "prompt_tokens": self._prompt_tokens, "generation_tokens": self._generation_tokens,
                 "first_tokens": self._first_tokens, "first_token_seconds": self._first_token_seconds}
 
     def log_line(self, now: float) -> str | None:
-        """A line about the time since the last call, or None if nothing happened and nothing is under way."""
+        """A log line about the time since the last call; None if nothing ran or runs."""
         then, prompt, generated = self._last_log
         self._last_log = now, self._prompt_tokens, self._generation_tokens
         prompt, generated = self._prompt_tokens - prompt, self._generation_tokens - generated
@@ -245,7 +245,7 @@ class Metrics:
 
 @dataclass(slots=True)
 class _Live:
-    """What is known of a request that has not ended; `last_times` is by choice."""
+    """The record of an unfinished request; `last_times` is by choice."""
 
     prompt_tokens: int
     n: int
@@ -256,14 +256,14 @@ class _Live:
 
 
 class _OldNames(Collector):
-    """Metrics once more under the names of older dashboards, made at each scrape."""
+    """Metrics repeated under the names of older dashboards, made at each scrape."""
 
     def __init__(self, registry: prometheus.CollectorRegistry, names: dict[str, str]) -> None:
         self._registry, self._names = registry, names
         self._busy = False
 
     def collect(self) -> Iterator[Metric]:
-        if self._busy:  # the registry below asks every collector, this one too
+        if self._busy:  # the registry below calls every collector, this one too
             return
         self._busy = True
         try:

@@ -1,4 +1,8 @@
-"""The text side of running requests: token ids in, RequestOutputs out, stop strings found on the way."""
+"""Running requests as text: the engine's token deltas in, RequestOutputs out.
+
+A request has one choice per sequence of the engine. A choice detokenises, finds stop strings and collects log
+probabilities; the request puts its choices together.
+"""
 
 import logging
 import time
@@ -13,156 +17,17 @@ from jaxpaged.text.detokenizer import IncrementalDetokenizer
 from jaxpaged.text.stop_strings import StopStrings
 from jaxpaged.text.tokenizer import Tokenizer
 
-
-class Choice:
-    """One sequence of a request.
-
-    Attributes:
-        index: which of the request's choices it is.
-        sequence_id: the engine's name for it.
-        num_tokens: tokens so far.
-        num_preemptions: times that the engine has preempted it.
-        finish_reason: None while it goes on.
-        has_new_output: something has come since the last output.
-    """
-
-    def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
-                 prompt_token_ids: Sequence[int]) -> None:
-        self.index = index
-        self.sequence_id = sequence_id
-        self.num_tokens = 0
-        self.num_preemptions = 0
-        self.finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
-        self._keep_stop = params.include_stop_str_in_output
-        self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-                             if tokenizer else None)
-        self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
-        # A special token that the text does not show still ends it where its text is a stop string.
-        self._hidden_stops: dict[int, str] = {} if tokenizer is None or not params.skip_special_tokens else {
-            number: text for text in params.stop_strings if (number := tokenizer.special_id(text)) is not None}
-        self._min_tokens = params.min_tokens
-        self._wants_logprobs = params.logprobs is not None
-        self._decoded = tokenizer.token_text if tokenizer else None
-        self._cumulative_logprob = 0.0
-        self._text_length = 0
-        # What no output has shown yet; for cumulative outputs, everything.
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._text_offsets: list[int] = []
-        self.has_new_output = False
-
-    def take(self, delta: TokenDelta) -> None:
-        """Go on with the engine's newest tokens."""
-        self.has_new_output = True
-        ids, end = delta.token_ids, delta.finish_reason
-        self.num_preemptions = max(self.num_preemptions, delta.num_preemptions)
-        hidden = end == "stop" and not (self._keep_stop and delta.stop_reason is not None)
-        shown = ids[:-1] if hidden else ids
-        if self._detokenizer is not None:
-            used = self._read(shown, end is not None)
-            ids = ids if used is None else ids[:used]
-        self._token_ids += ids
-        self.num_tokens += len(ids)
-        if self._wants_logprobs:
-            self._take_logprobs(ids, delta.logprobs)
-        if self.finish_reason is None and end is not None:
-            self.finish_reason, self._stop_reason = end, delta.stop_reason
-
-    def _read(self, ids: Sequence[int], last: bool) -> int | None:
-        """Add the text of tokens; return how many they were up to the end of a stop string, None without one."""
-        detokenizer, stops = self._detokenizer, self._stops
-        assert detokenizer is not None
-        if stops is None and not self._wants_logprobs:
-            self._texts.append(detokenizer.add(ids) + (detokenizer.finish() if last else ""))
-            return None
-        for number, token_id in enumerate(ids, 1):
-            if self._wants_logprobs:
-                self._text_offsets.append(self._text_length)
-            ends = self.num_tokens + number > self._min_tokens  # before that no stop string counts
-            if ends and token_id in self._hidden_stops:
-                self._finish_text(stops, detokenizer, ends)
-                if self.finish_reason is None:
-                    self.finish_reason, self._stop_reason = "stop", self._hidden_stops[token_id]
-                return number
-            if self._watch(stops, detokenizer.add((token_id,)), ends):
-                return number
-        if last:
-            ends = self.num_tokens + len(ids) > self._min_tokens
-            if self._finish_text(stops, detokenizer, ends):
-                return len(ids)
-        return None
-
-    def _finish_text(self, stops: StopStrings | None, detokenizer: IncrementalDetokenizer, ends: bool) -> bool:
-        """Add all text that is still held back; True if a stop string ends it."""
-        found = self._watch(stops, detokenizer.finish(), ends)
-        if not found and stops is not None:
-            self._texts.append(stops.release())
-        return found
-
-    def _take_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids
-            self._cumulative_logprob += found.logprob
-            self._logprobs.append(self.logprob_entry(token_id, found))
-        hidden = len(self._logprobs) - len(self._text_offsets)
-        self._text_offsets += [self._text_length] * hidden
-
-    def logprob_entry(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
-        """One position: the token that is there, then the alternatives."""
-        entry = {token_id: self._logprob(token_id, found.logprob, found.rank)}
-        for rank, (other, logprob) in enumerate(found.top, 1):
-            entry.setdefault(other, self._logprob(other, logprob, rank))
-        return entry
-
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob, rank, self._decoded(token_id) if self._decoded else None)
-
-    def _watch(self, stops: StopStrings | None, text: str, ends: bool) -> bool:
-        """Add text as far as it is decided; True if a stop string ends it."""
-        self._text_length += len(text)
-        if stops is None:
-            self._texts.append(text)
-            return False
-        text, found = stops.add(text, ends)
-        if found is not None:
-            self.finish_reason, self._stop_reason = "stop", found
-            if not self._keep_stop:
-                text = text[:-len(found)]
-        self._texts.append(text)
-        return found is not None
-
-    def fail(self) -> None:
-        """End with an error."""
-        self.has_new_output = True
-        self.finish_reason = "error"
-
-    def output(self, whole: bool) -> CompletionOutput:
-        """Everything so far, or what is new since the last call."""
-        text = "".join(self._texts)
-        output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
-                                  stop_reason=self._stop_reason)
-        if self._wants_logprobs:
-            output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=tuple(self._logprobs),
-                             text_offsets=tuple(self._text_offsets))
-        self._texts = [text] if whole else []
-        if not whole:
-            self._token_ids, self._logprobs, self._text_offsets = [], [], []
-        self.has_new_output = False
-        return output
-
-
 logger = logging.getLogger(__name__)
 
 
 def sequence_ids(request_id: str, n: int) -> list[str]:
-    """The ids under which the engine knows the choices of a request; unique if request ids are."""
+    """The engine's ids for the choices of a request; unique if request ids are."""
     return [f"{request_id}#{choice}" for choice in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """That a choice of a request gained tokens; `num_cached_tokens` of its prompt came from the prefix cache."""
+    """A choice of a request gained tokens; `num_cached_tokens` of its prompt came from the prefix cache."""
 
     request_id: str
     choice: int
@@ -172,7 +37,7 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """Figures of a request that has ended, once whatever its n; `finish_reason` is that of its last choice."""
+    """Figures of a finished request, one for all n choices; `finish_reason` is that of the last choice to finish."""
 
     request_id: str
     finish_reason: FinishReason
@@ -186,11 +51,11 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """What one batch of deltas led to.
+    """The result of one batch of deltas.
 
     Attributes:
-        outputs: at most one of each request.
-        to_abort: sequences that the engine should stop: they ended here, on a stop string or an error.
+        outputs: at most one per request.
+        to_abort: sequences that the engine must stop, because a stop string or an error has ended them here.
         new_tokens: for metrics, in order of arrival.
         finished: for metrics.
         errors: request id -> reason of a finish_reason "error".
@@ -204,18 +69,18 @@ class ProcessedOutputs:
 
 
 class OutputProcessor:
-    """Keeps every running request's text. Not for several threads at once.
+    """Holds every running request's output. Not thread-safe.
 
     Where a text ends at a stop string, its token ids end with the token whose text completed that string. An end token
     or a stop token is the last of the token ids and no part of the text, unless it is one of `stop_token_ids` and
-    `include_stop_str_in_output` is set. A stop string that is a special token's text ends the text at that token, also
-    where special tokens are not shown.
+    `include_stop_str_in_output` is set. A stop string that is a special token's text ends the text at that token, even
+    where special tokens are skipped.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, _Request] = {}
-        self._sequences: dict[str, tuple[_Request, Choice]] = {}
+        self._sequences: dict[str, tuple[_Request, _Choice]] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -224,10 +89,10 @@ class OutputProcessor:
 
     def add_request(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams,
                     arrival_time: float, max_tokens: int) -> list[str]:
-        """Begin a request.
+        """Register a request.
 
         Args:
-            prompt: its text, where it is known.
+            prompt: its text, if known.
             arrival_time: seconds of `time.monotonic()`.
             max_tokens: resolved limit of each choice.
 
@@ -244,9 +109,9 @@ class OutputProcessor:
         request = _Request(request_id, prompt, tuple(prompt_token_ids), params, arrival_time, max_tokens)
         tokenizer = self._tokenizer if params.detokenize else None
         ids = sequence_ids(request_id, params.num_sequences)
-        drawn = params.for_engine()
+        engine_params = params.for_engine()
         for index, sequence_id in enumerate(ids):
-            choice = Choice(index, sequence_id, drawn, tokenizer, request.prompt_token_ids)
+            choice = _Choice(index, sequence_id, engine_params, tokenizer, request.prompt_token_ids)
             request.choices.append(choice)
             self._sequences[sequence_id] = request, choice
         self._requests[request_id] = request
@@ -270,10 +135,10 @@ class OutputProcessor:
         return running
 
     def process(self, deltas: Iterable[TokenDelta], now: float | None = None) -> ProcessedOutputs:
-        """Take in what the engine has made; deltas of unknown or ended sequences are ignored.
+        """Add what the engine has generated; deltas of unknown or finished sequences are ignored.
 
         Args:
-            now: seconds of `time.monotonic()`, where it is not now.
+            now: seconds of `time.monotonic()`; None for the present.
         """
         now = time.monotonic() if now is None else now
         done = ProcessedOutputs()
@@ -284,8 +149,8 @@ class OutputProcessor:
                 continue
             changed[request.request_id] = request
             try:
-                self._take(request, choice, delta, now, done)
-            except Exception as error:  # whatever it is, it must stay with this request
+                self._add_delta(request, choice, delta, now, done)
+            except Exception as error:  # whatever it is, only this request may fail
                 logger.exception("processing the output of request %s failed", request.request_id)
                 done.errors[request.request_id] = f"processing the output failed ({type(error).__name__})"
                 done.to_abort += request.fail()
@@ -299,10 +164,10 @@ class OutputProcessor:
                 done.outputs.append(output)
         return done
 
-    def _take(self, request: "_Request", choice: Choice, delta: TokenDelta, now: float,
-              done: ProcessedOutputs) -> None:
+    def _add_delta(self, request: "_Request", choice: "_Choice", delta: TokenDelta, now: float,
+                   done: ProcessedOutputs) -> None:
         before = choice.num_tokens
-        choice.take(delta)
+        choice.add_delta(delta)
         if delta.embedding is not None:
             request.embedding = delta.embedding
         if delta.prompt_logprobs and request.prompt_logprobs is None:
@@ -313,9 +178,9 @@ class OutputProcessor:
             done.to_abort.append(choice.sequence_id)
         if delta.finish_reason == "error":
             done.errors[request.request_id] = delta.error or "the engine failed"
-        request.note(delta, choice)
+        request.add_delta(delta, choice)
         if count := choice.num_tokens - before:
-            request.note_tokens(now)
+            request.record_token_time(now)
             done.new_tokens.append(NewTokens(request.request_id, choice.index, count, request.num_cached_tokens))
 
     def _forget(self, request: "_Request") -> None:
@@ -326,7 +191,7 @@ class OutputProcessor:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request: its choices, and when what happened to it."""
+    """One request: its choices, and the times of its events."""
 
     request_id: str
     prompt: str | None
@@ -334,7 +199,7 @@ class _Request:
     params: SamplingParams
     arrival_time: float
     max_tokens: int
-    choices: list[Choice] = field(default_factory=list)
+    choices: list["_Choice"] = field(default_factory=list)
     num_cached_tokens: int = 0
     scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -348,15 +213,15 @@ class _Request:
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def note(self, delta: TokenDelta, choice: Choice) -> None:
-        """Take over what the delta of a choice tells about the request as a whole."""
+    def add_delta(self, delta: TokenDelta, choice: "_Choice") -> None:
+        """Update what a delta of one choice says about the request as a whole."""
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         if delta.scheduled_time is not None:
             self.scheduled_time = min(self.scheduled_time or delta.scheduled_time, delta.scheduled_time)
 
-    def note_tokens(self, now: float) -> None:
-        """Remember that tokens came."""
+    def record_token_time(self, now: float) -> None:
+        """Record that tokens arrived."""
         if self.first_token_time is None:
             self.first_token_time = now
         self.last_token_time = now
@@ -370,15 +235,15 @@ class _Request:
         return [choice.sequence_id for choice in running]
 
     def output(self) -> RequestOutput | None:
-        """The output that is due now, if one is."""
+        """The output to deliver now, or None."""
         kind = self.params.output_kind
         finished = self.finished
-        compared = self.params.num_sequences > self.params.n
-        if (kind is RequestOutputKind.FINAL_ONLY or compared) and not finished:
+        ranked = self.params.num_sequences > self.params.n
+        if (kind is RequestOutputKind.FINAL_ONLY or ranked) and not finished:
             return None
-        whole = kind is not RequestOutputKind.DELTA or compared
+        whole = kind is not RequestOutputKind.DELTA or ranked
         outputs = tuple(choice.output(whole) for choice in self.choices if whole or choice.has_new_output)
-        if compared:
+        if ranked:
             outputs = self._best(outputs)
         if self.params.prompt_logprobs is not None and self.prompt_logprobs is None and len(self.prompt_token_ids) == 1:
             self.prompt_logprobs = (None,)
@@ -387,14 +252,14 @@ class _Request:
                              embedding=self.embedding)
 
     def _best(self, outputs: Sequence[CompletionOutput]) -> tuple[CompletionOutput, ...]:
-        """The n with the highest cumulative log probability, the best first."""
+        """The n choices with the highest cumulative log probability, the best first."""
         best = sorted(outputs, key=lambda output: -(output.cumulative_logprob or 0.0))[: self.params.n]
         if self.params.logprobs is None:
             best = [replace(output, logprobs=None, text_offsets=()) for output in best]
         return tuple(replace(output, index=index) for index, output in enumerate(best))
 
     def figures(self) -> FinishedRequest:
-        """What the metrics want of an ended request."""
+        """The figures of a finished request, for the metrics."""
         assert self.finish_reason is not None
         return FinishedRequest(self.request_id, self.finish_reason, len(self.prompt_token_ids),
                                sum(choice.num_tokens for choice in self.choices), self.num_cached_tokens,
@@ -403,3 +268,141 @@ class _Request:
     def _metrics(self) -> RequestMetrics:
         return RequestMetrics(self.arrival_time, self.scheduled_time, self.first_token_time, self.last_token_time,
                               self.finished_time, sum(choice.num_preemptions for choice in self.choices))
+
+
+class _Choice:
+    """The output of one sequence of a request.
+
+    Attributes:
+        index: its index among the request's choices.
+        sequence_id: the engine's id for it.
+        num_tokens: number of tokens so far.
+        num_preemptions: number of times that the engine has preempted it.
+        finish_reason: None while it runs.
+        has_new_output: whether something has come since the last output.
+    """
+
+    def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
+                 prompt_token_ids: Sequence[int]) -> None:
+        self.index = index
+        self.sequence_id = sequence_id
+        self.num_tokens = 0
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._keep_stop = params.include_stop_str_in_output
+        self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+                             if tokenizer else None)
+        self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        # A special token that the text does not show still ends it where its text is a stop string.
+        self._hidden_stops: dict[int, str] = {} if tokenizer is None or not params.skip_special_tokens else {
+            number: text for text in params.stop_strings if (number := tokenizer.special_id(text)) is not None}
+        self._min_tokens = params.min_tokens
+        self._wants_logprobs = params.logprobs is not None
+        self._decoded = tokenizer.token_text if tokenizer else None
+        self._cumulative_logprob = 0.0
+        self._text_length = 0
+        # What no output holds yet; for cumulative outputs, everything.
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._text_offsets: list[int] = []
+        self.has_new_output = False
+
+    def add_delta(self, delta: TokenDelta) -> None:
+        """Add the engine's newest tokens."""
+        self.has_new_output = True
+        ids, end = delta.token_ids, delta.finish_reason
+        self.num_preemptions = max(self.num_preemptions, delta.num_preemptions)
+        hidden = end == "stop" and not (self._keep_stop and delta.stop_reason is not None)
+        shown = ids[:-1] if hidden else ids
+        if self._detokenizer is not None:
+            used = self._add_text(shown, end is not None)
+            ids = ids if used is None else ids[:used]
+        self._token_ids += ids
+        self.num_tokens += len(ids)
+        if self._wants_logprobs:
+            self._add_logprobs(ids, delta.logprobs)
+        if self.finish_reason is None and end is not None:
+            self.finish_reason, self._stop_reason = end, delta.stop_reason
+
+    def _add_text(self, ids: Sequence[int], last: bool) -> int | None:
+        """Add the text of tokens; return the number of tokens up to the end of a stop string, None without one."""
+        detokenizer, stops = self._detokenizer, self._stops
+        assert detokenizer is not None
+        if stops is None and not self._wants_logprobs:
+            self._texts.append(detokenizer.add(ids) + (detokenizer.finish() if last else ""))
+            return None
+        for number, token_id in enumerate(ids, 1):
+            if self._wants_logprobs:
+                self._text_offsets.append(self._text_length)
+            ends = self.num_tokens + number > self._min_tokens  # before that no stop string counts
+            if ends and token_id in self._hidden_stops:
+                self._finish_text(stops, detokenizer, ends)
+                if self.finish_reason is None:
+                    self.finish_reason, self._stop_reason = "stop", self._hidden_stops[token_id]
+                return number
+            if self._release(stops, detokenizer.add((token_id,)), ends):
+                return number
+        if last:
+            ends = self.num_tokens + len(ids) > self._min_tokens
+            if self._finish_text(stops, detokenizer, ends):
+                return len(ids)
+        return None
+
+    def _finish_text(self, stops: StopStrings | None, detokenizer: IncrementalDetokenizer, ends: bool) -> bool:
+        """Add all text that is still held back; True if a stop string ends it."""
+        found = self._release(stops, detokenizer.finish(), ends)
+        if not found and stops is not None:
+            self._texts.append(stops.release())
+        return found
+
+    def _add_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids
+            self._cumulative_logprob += found.logprob
+            self._logprobs.append(self.logprob_entry(token_id, found))
+        hidden = len(self._logprobs) - len(self._text_offsets)
+        self._text_offsets += [self._text_length] * hidden
+
+    def logprob_entry(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+        """One position: the token that is there, then the alternatives."""
+        entry = {token_id: self._logprob(token_id, found.logprob, found.rank)}
+        for rank, (other, logprob) in enumerate(found.top, 1):
+            entry.setdefault(other, self._logprob(other, logprob, rank))
+        return entry
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, self._decoded(token_id) if self._decoded else None)
+
+    def _release(self, stops: StopStrings | None, text: str, ends: bool) -> bool:
+        """Add text as far as it is decided; True if a stop string ends it."""
+        self._text_length += len(text)
+        if stops is None:
+            self._texts.append(text)
+            return False
+        text, found = stops.add(text, ends)
+        if found is not None:
+            self.finish_reason, self._stop_reason = "stop", found
+            if not self._keep_stop:
+                text = text[:-len(found)]
+        self._texts.append(text)
+        return found is not None
+
+    def fail(self) -> None:
+        """End with an error."""
+        self.has_new_output = True
+        self.finish_reason = "error"
+
+    def output(self, whole: bool) -> CompletionOutput:
+        """Everything so far if `whole`, else what is new since the last call."""
+        text = "".join(self._texts)
+        output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
+                                  stop_reason=self._stop_reason)
+        if self._wants_logprobs:
+            output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=tuple(self._logprobs),
+                             text_offsets=tuple(self._text_offsets))
+        self._texts = [text] if whole else []
+        if not whole:
+            self._token_ids, self._logprobs, self._text_offsets = [], [], []
+        self.has_new_output = False
+        return output

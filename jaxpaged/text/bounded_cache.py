@@ -1,4 +1,4 @@
-"""What was made lately, kept up to a number of entries and of bytes."""
+"""A least-recently-used cache, bounded in entries and in bytes."""
 
 import threading
 from collections import OrderedDict
@@ -9,11 +9,11 @@ Value = TypeVar("Value")
 
 
 class BoundedCache(Generic[Key, Value]):
-    """Forgets the least recently used. May be used by several threads.
+    """Evicts the least recently used entry. May be used by several threads.
 
     Args:
         max_entries: number of entries.
-        max_bytes: of all entries together; a larger one is not kept at all.
+        max_bytes: of all entries together; a larger entry is not cached.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
@@ -27,11 +27,11 @@ class BoundedCache(Generic[Key, Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Of all entries, as they were told."""
+        """Of all entries, as given to `put`."""
         return self._num_bytes
 
     def get(self, key: Key) -> Value | None:
-        """The value that was put under this key, if it is still there."""
+        """The value of this key; None if it is not cached."""
         with self._lock:
             if key not in self._entries:
                 return None
@@ -39,7 +39,7 @@ class BoundedCache(Generic[Key, Value]):
             return self._entries[key][0]
 
     def put(self, key: Key, value: Value, num_bytes: int) -> None:
-        """Keep a value of so many bytes, and forget others for it."""
+        """Cache a value of `num_bytes`, and evict others for it."""
         with self._lock:
             self._num_bytes += num_bytes - self._entries.pop(key, (None, 0))[1]
             self._entries[key] = value, num_bytes

@@ -19,21 +19,21 @@ from jinja2.utils import Namespace
 
 from jaxpaged.core.errors import RequestError
 
-# Names that a template gets from the server, or that mean something to transformers; a request must not set them.
+# Names that the server passes to a template, or that transformers reserves; a request must not set them.
 RESERVED = frozenset({"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
                       "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
                       "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs", "self"})
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
-_MOST_REASON_CHARS = 200
+_MAX_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateJob:
-    """What one conversation's template is rendered with: plain JSON values throughout.
+    """The input of one rendering: plain JSON values throughout.
 
     Attributes:
         messages: normalised messages.
-        tools: in OpenAI's form; None where there are none.
+        tools: in OpenAI's form; None for none.
         variables: further variables of the template.
     """
 
@@ -63,23 +63,23 @@ class ChatTemplate:
 
     @property
     def parts(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What another process needs to make the same template."""
+        """The arguments that make the same template in another process."""
         return self._sources, self._special_tokens
 
     def render(self, job: TemplateJob) -> str:
         """The text of the prompt.
 
         Raises:
-            RequestError: the template refuses these messages or trips over them.
+            RequestError: the template refuses these messages or fails on them.
         """
         try:
             text = self._render(job)
         except TemplateError as error:
-            reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+            reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
                 ValueError) as error:
-            # Templates are code: what they trip over is the messages' fault or theirs, never the server's.
+            # Templates are code: a failure is the messages' fault or theirs, never the server's.
             raise RequestError(f"the chat template cannot render these messages ({type(error).__name__})",
                                param="messages") from error
         if job.continue_final_message:
@@ -107,17 +107,17 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_open(text: str, last: str) -> str:
-    """The text up to the end of the last message, without what the template puts behind one."""
-    place = text.rfind(_OPEN_END.strip())
-    if place < 0 or last.strip() not in text:
+    """The text up to the end of the last message, without what the template appends to messages."""
+    end = text.rfind(_OPEN_END.strip())
+    if end < 0 or last.strip() not in text:
         raise RequestError("the chat template leaves out the final message, which therefore cannot be continued",
                            param="continue_final_message")
-    # A template that trims messages has cut the mark's last space: then it would have trimmed this message's end too.
-    return text[:place] if text.startswith(_OPEN_END, place) else text[:place].rstrip()
+    # A template that trims messages has removed the tag's last space: it would have trimmed this message's end too.
+    return text[:end] if text.startswith(_OPEN_END, end) else text[:end].rstrip()
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is nothing but its body."""
+    """`{% generation %}` marks the assistant's words for training; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
 
@@ -127,7 +127,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Without underscored names, through which a template could reach into the interpreter."""
+    """Refuses underscored names, through which a template could reach into the interpreter."""
 
     def __init__(*args: Any, **values: Any) -> None:
         # Not `def __init__(self, ...)`: a template may set `self`.

@@ -7,7 +7,7 @@ from typing import Any
 from jaxpaged.core.errors import NotSupportedError, RequestError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_NOT_SUPPORTED = ("function_call", "audio", "refusal")  # dropped, they would be missing in the prompt
+_NOT_SUPPORTED = ("function_call", "audio", "refusal")  # ignoring these would silently change the prompt
 _FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls", *_NOT_SUPPORTED}
 _PART_FIELDS = {"type", "text"}
 _CALL_FIELDS = {"id", "type", "function", "index"}  # some clients send back the index of a streamed call
@@ -19,18 +19,18 @@ def normalise_messages(messages: object) -> list[dict[str, Any]]:
 
     Content becomes one string: text parts are joined by a newline, an assistant's missing content is empty. Role
     `developer`, the newer name of `system`, becomes `system`. The arguments of tool calls become objects. `name`,
-    `tool_call_id` and `reasoning_content` (also spelled `reasoning`) are kept, any other field is left out.
+    `tool_call_id` and `reasoning_content` (also spelled `reasoning`) are kept, any other field is dropped.
 
     Raises:
-        RequestError: anything else than text in one of the known roles; the text says which message.
+        RequestError: anything but text in one of the known roles; names the message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list of at least one message", param="messages")
-    return [_normalise_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+    return [_normalise_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def unknown_message_fields(messages: Sequence[object]) -> list[str]:
-    """Names of the fields that `normalise_messages` leaves out, as `messages[].content[].name`; each once."""
+    """Names of the fields that `normalise_messages` drops, as `messages[].content[].name`; each once."""
     found: dict[str, None] = {}
 
     def look(where: str, items: object, known: set[str]) -> list[Mapping[str, Any]]:
@@ -70,8 +70,8 @@ def _normalise_message(where: str, message: object) -> dict[str, Any]:
     if calls:
         if role != "assistant" or not isinstance(calls, (list, tuple)):
             raise _bad(f"{where}.tool_calls must be a list in an assistant's message")
-        normal["tool_calls"] = [_normalise_call(f"{where}.tool_calls[{place}]", call)
-                                for place, call in enumerate(calls)]
+        normal["tool_calls"] = [_normalise_call(f"{where}.tool_calls[{index}]", call)
+                                for index, call in enumerate(calls)]
     return normal
 
 
@@ -80,7 +80,7 @@ def _join_content(where: str, content: object) -> str:
         return content
     if not isinstance(content, (list, tuple)):
         raise _bad(f"{where} must be a string or a list of text parts")
-    return "\n".join(_part_text(f"{where}[{place}]", part) for place, part in enumerate(content))
+    return "\n".join(_part_text(f"{where}[{index}]", part) for index, part in enumerate(content))
 
 
 def _part_text(where: str, part: object) -> str:
@@ -111,7 +111,7 @@ def _normalise_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _bad(text: str) -> RequestError:

@@ -9,7 +9,7 @@ from jaxpaged.text.tokenizer import Tokenizer
 
 _UNDECODABLE = "\ufffd"
 # A character has at most four bytes, so at most three tokens can be waiting for the rest of one.
-_MOST_UNDECIDED = 3
+_MAX_UNDECIDED = 3
 # Tokens before the new ones that are decoded with them where the decoder's rule is not known.
 _CONTEXT = 8
 
@@ -17,16 +17,16 @@ _CONTEXT = 8
 class IncrementalDetokenizer:
     """Turns the new tokens of one sequence into new text.
 
-    The pieces joined are decode(prompt + output) without the text of the prompt. A character made of several tokens
-    comes whole, with its last one; bytes that cannot become a character come as U+FFFD as soon as that is sure: three
-    tokens later at most. One difference to decoding at once: in a byte-fallback vocabulary a stray byte spoils only
-    itself, not the characters before it, which are long out.
+    The returned texts, joined, are decode(prompt + output) without the text of the prompt. A character made of several
+    tokens is returned whole, with its last token. Bytes that cannot become a character are returned as U+FFFD as soon
+    as that is certain, at most three tokens later. One difference from decoding at once: in a byte-fallback vocabulary
+    a stray byte spoils only itself, not the characters before it, which have been returned already.
 
-    The API's `spaces_between_special_tokens` has nothing to switch: the decoders put no spaces there.
+    The API's `spaces_between_special_tokens` has no effect: the decoders put no spaces there.
 
     Args:
-        tokenizer: where the ids come from.
-        prompt_ids: the prompt, for what its end leaves undecided.
+        tokenizer: of the ids.
+        prompt_ids: the prompt, whose end may hold the first bytes of a character.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
             else _ByteStream(tokenizer, rule, prompt_ids, skip_special_tokens))
 
     def add(self, ids: Sequence[int]) -> str:
-        """Return the text that these tokens decide; empty where more are needed."""
+        """Return the text that these tokens complete; empty where more are needed."""
         return self._stream.add(ids)
 
     def finish(self) -> str:
@@ -58,10 +58,10 @@ class _ByteStream:
         for token_id in reversed(prompt_ids):
             if not (skip and tokenizer.is_special(token_id)):
                 tail = tokenizer.token_bytes(token_id) + tail
-            if len(tail) > _MOST_UNDECIDED:
+            if len(tail) > _MAX_UNDECIDED:
                 break
         else:
-            # The text of prompt and output begins within reach, and there the decoder strips spaces.
+            # The text starts within these tokens, and the decoder strips spaces at its start.
             self._strip = rule.strip
         self._decode(tail, final=False)
 
@@ -116,7 +116,7 @@ class _WindowStream:
             self._waiting.append(token_id)
             if not self._decode(self._context + self._waiting).endswith(_UNDECODABLE):
                 text += self._release(len(self._waiting))
-            elif len(self._waiting) > _MOST_UNDECIDED:
+            elif len(self._waiting) > _MAX_UNDECIDED:
                 text += self._release(1)
         return text
 

@@ -1,8 +1,8 @@
 """Building a tokenizer from a GGUF file's metadata: tokens, merges or scores, token types, name of the pre-tokenizer.
 
-A GGUF carries no tokenizer.json, only what llama.cpp needs. What only the name of the pre-tokenizer tells (regular
-expression, normaliser, whether merges may be skipped) stands in a table here; an unknown name is an error, since a
-wrong split gives ids that the model was never trained on.
+A GGUF file has no tokenizer.json, only what llama.cpp needs. What follows from the name of the pre-tokenizer alone
+(regular expression, normaliser, whether merges may be skipped) is in a table here. An unknown name is an error, since
+a wrong split gives ids that the model was never trained on.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """How text is cut before merging; without `split` by GPT-2's expression."""
+    """How text is split before merging; without `split` by GPT-2's expression."""
 
     split: str | None = None
     single_digits: bool = False
@@ -54,7 +54,7 @@ _PRE_TOKENIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """What the metadata describes.
+    """The tokenizer that the metadata describes.
 
     Attributes:
         backend: the tokenizer, post-processor included.
@@ -106,7 +106,7 @@ class _Builder:
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exceptions
-            self._fail(f"has a vocabulary that does not hold together ({error})")
+            self._fail(f"has an inconsistent vocabulary ({error})")
         self._add_tokens(backend, set(special.values()))
         self._add_post_processor(backend, special, add_bos)
 
@@ -139,7 +139,7 @@ class _Builder:
             merges = _merges_from_scores(self._tokens, self._types, self._scores())
         backend = Tokenizer(models.BPE(self._vocabulary(), merges, unk_token=unk_token, fuse_unk=True,
                                        byte_fallback=True))
-        # As SentencePiece and llama.cpp have it: every piece of text between special tokens gets the leading space.
+        # As in SentencePiece and llama.cpp, every run of text between special tokens gets the leading space.
         prefix = self._get("add_space_prefix", bool) is not False
         replace = normalizers.Replace(" ", "▁")
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefix else [replace])
@@ -148,7 +148,7 @@ class _Builder:
         return backend, True
 
     def _add_tokens(self, backend: Tokenizer, special: set[str]) -> None:
-        """Let control and user-defined tokens be found whole in text; only the former count as special."""
+        """Match control and user-defined tokens whole in text; only the former count as special."""
         control, plain = [], []
         for token, kind in zip(self._tokens, self._types, strict=True):
             if kind in (_UNKNOWN, _CONTROL) or token in special:

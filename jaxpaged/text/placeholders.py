@@ -1,4 +1,4 @@
-"""Special-token text in messages, hidden from a chat template and from the tokenizer that reads what it writes."""
+"""Placeholders for special-token text in messages, while a chat template is rendered and its output tokenised."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,14 +6,14 @@ from typing import Any
 
 from jaxpaged.core.errors import RequestError
 
-# Characters that stand for special-token text of a message while a template is rendered: private use, plane 16.
-_STAND_INS = range(0x100000, 0x10FFFE)
+# Characters that replace special-token text of a message while a template is rendered: private use, plane 16.
+_CHARACTERS = range(0x100000, 0x10FFFE)
 
 
 class Placeholders:
-    """Special-token text of one request's messages, each replaced by one character that occurs nowhere in them.
+    """Replaces each special-token text in one request's messages by one character that occurs nowhere in them.
 
-    One character, so that a template that cuts or compares strings cannot take it apart.
+    It is one character so that a template that cuts or compares strings cannot split it.
     """
 
     def __init__(self, pattern: re.Pattern[str], given: Any) -> None:
@@ -22,8 +22,8 @@ class Placeholders:
         texts = list(_strings_in(given))
         found = {match for text in texts for match in pattern.findall(text)}
         if found:
-            taken = {char for text in texts for char in text if ord(char) in _STAND_INS}
-            free = (chr(number) for number in _STAND_INS if chr(number) not in taken)
+            taken = {char for text in texts for char in text if ord(char) in _CHARACTERS}
+            free = (chr(number) for number in _CHARACTERS if chr(number) not in taken)
             self._of = dict(zip(sorted(found), free, strict=False))
             if len(self._of) < len(found):
                 raise RequestError("the messages use too many private-use characters", param="messages")
@@ -46,12 +46,12 @@ class Placeholders:
         return value
 
     def restore(self, text: str) -> str:
-        """Put the replaced text back."""
+        """Replace the placeholders by the original text."""
         return text.translate({ord(char): original for original, char in self._of.items()})
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds the leftmost and there the longest of the texts, as the tokenizer does."""
+    """A pattern that matches the leftmost, and there the longest, of the texts, as the tokenizer does."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

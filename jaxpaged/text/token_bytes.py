@@ -1,4 +1,4 @@
-"""How tokens become text: which bytes each one stands for, and how long its text can be."""
+"""The bytes that each token stands for, and how long its text can be."""
 
 import json
 import re
@@ -35,7 +35,7 @@ class ByteRule:
 
 
 def find_byte_rule(backend: Backend) -> ByteRule | None:
-    """Recognise the two decoders whose every step is known; anything else is left to the library."""
+    """Recognise the two decoders whose every step is known; None for any other, which the library decodes."""
     steps = _steps(backend.decoder, "decoders")
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return ByteRule(byte_level=True)
@@ -81,7 +81,7 @@ def _gpt2_alphabet() -> dict[str, int]:
     """Characters that stand for bytes in byte-level vocabularies: printable ones for themselves, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTE_OF = _gpt2_alphabet()

@@ -18,8 +18,8 @@ from jaxpaged.text.chat_template import RESERVED, ChatTemplate, Renderer, Templa
 from jaxpaged.text.placeholders import Placeholders, any_of
 from jaxpaged.text.token_bytes import find_byte_rule, find_max_token_chars
 
-# From here on characters and ids go through the library's calls for batches, which let other threads run meanwhile.
-# Short ones do not: after such a call the library warns users who fork their process.
+# Texts and ids of this length or more go through the library's batch calls, which release the GIL. Shorter ones do
+# not: after a batch call the library warns users who fork their process.
 _LONG = 4096
 
 
@@ -61,8 +61,8 @@ class Tokenizer:
         """Turn text into ids. Special tokens written in the text become their ids.
 
         Args:
-            text: any text; a beginning token that it starts with is not added a second time.
-            add_special_tokens: add what the tokenizer adds, such as a beginning token.
+            text: any text; a BOS token that it starts with is not added a second time.
+            add_special_tokens: add what the tokenizer adds, such as a BOS token.
 
         Raises:
             RequestError: the text has unpaired surrogates, which no UTF-8 text has.
@@ -70,8 +70,8 @@ class Tokenizer:
         return self._with_one_bos(self._encode(self.backend, text, add_special_tokens), add_special_tokens)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Ids of plain text that goes on where another one has ended: without the space that some put before a text,
-        and with nothing special in it."""
+        """Ids of plain text that continues another: without the space that some tokenizers put before a text, and
+        without special tokens."""
         backend, opening = self.backend, self._opening
         if self._special_pattern.search(text):
             with self._lock:
@@ -79,7 +79,7 @@ class Tokenizer:
         return self._encode(backend, opening + text, False)[len(self._encode(backend, opening, False)):]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Turn ids into text in one go; ids without a token count as nothing."""
+        """Turn ids into text at once; ids without a token are ignored."""
         if len(ids) < _LONG:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
@@ -90,7 +90,7 @@ class Tokenizer:
         return token_id in self._special
 
     def special_id(self, text: str) -> int | None:
-        """The special token that is written so, None where there is none."""
+        """The special token with this text, or None."""
         return self._special_ids.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -113,17 +113,17 @@ class Tokenizer:
                             check: Callable[[str], None] | None = None) -> tuple[str, list[int]]:
         """Apply the chat template and encode its text.
 
-        The template writes special tokens, the beginning token included, and unless asked nothing else does: the text
+        Unless asked otherwise, only the template writes special tokens, the BOS token included: the text
         of one inside a message (or a name, a tool, its result, a template argument) is encoded as ordinary text.
 
         Args:
             messages: normalised messages.
             tools: in OpenAI's form.
-            add_generation_prompt: end with the beginning of the assistant's turn.
-            continue_final_message: leave the last message open, so that the model goes on with it.
+            add_generation_prompt: end with the header of the assistant's turn.
+            continue_final_message: leave the last message open, for the model to continue it.
             chat_template_kwargs: further variables of the template.
             add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
-            check: may refuse the rendered text before it is tokenised.
+            check: called with the rendered text before it is tokenised; may raise.
 
         Returns:
             The text of the prompt and its ids.
@@ -139,26 +139,26 @@ class Tokenizer:
                                param="continue_final_message")
         variables = self._check_template_kwargs(chat_template_kwargs)
         try:
-            guard = Placeholders(self._special_pattern, (messages, tools, variables))
-            job = TemplateJob(guard.hide(messages), guard.hide(tools), add_generation_prompt, continue_final_message,
-                              guard.hide(variables))
+            placeholders = Placeholders(self._special_pattern, (messages, tools, variables))
+            job = TemplateJob(placeholders.hide(messages), placeholders.hide(tools), add_generation_prompt,
+                              continue_final_message, placeholders.hide(variables))
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
         render = self.render_chat_template or self.own_chat_template().render
         text = render(job)
         if check is not None:
             check(text)
-        if guard.used:
-            ids = self._encode_guarded(text, guard, add_special_tokens)
+        if placeholders.used:
+            ids = self._encode_with_placeholders(text, placeholders, add_special_tokens)
         else:
             ids = self._encode(self.backend, text, add_special_tokens, "messages")
-        return guard.restore(text), self._with_one_bos(ids, add_special_tokens)
+        return placeholders.restore(text), self._with_one_bos(ids, add_special_tokens)
 
     def own_chat_template(self) -> ChatTemplate:
         """The model's template, or the one given in its place."""
         source = self.hf.chat_template
         template = self._template
-        if template is None or template[0] != source:  # `hf` is the user's: it may have got another one
+        if template is None or template[0] != source:  # users may set another one on `hf`
             template = self._template = (source, ChatTemplate(source, self.hf.special_tokens_map))
         return template[1]
 
@@ -174,8 +174,8 @@ class Tokenizer:
 
     @cached_property
     def _opening(self) -> str:
-        """What a text may begin with so that its rest is encoded as by itself in the middle of another: nothing, or a
-        character that no vocabulary joins with others."""
+        """A prefix behind which text is encoded as in the middle of another: empty, or a character that no vocabulary
+        joins with others."""
         bare = b"".join(map(self.token_bytes, self._encode(self.backend, "a", False))) == b"a"
         return "" if bare else "\x02"
 
@@ -188,7 +188,7 @@ class Tokenizer:
         """A copy that reads special-token text as ordinary text and knows each special token by an unguessable alias.
 
         The aliases are added tokens with the same flags: text around them is cut and prefixed as around the originals.
-        Made at the first need: few chats contain special-token text, and a copy takes time and memory.
+        Made on first use: few chats contain special-token text, and a copy takes time and memory.
 
         Returns:
             The copy, special-token text -> alias, and alias id -> special id.
@@ -204,12 +204,12 @@ class Tokenizer:
         numbers = backend.get_vocab()
         return backend, aliases, {numbers[aliases[text]]: number for number, text in self._special.items()}
 
-    def _encode_guarded(self, text: str, guard: Placeholders, add_special_tokens: bool) -> list[int]:
+    def _encode_with_placeholders(self, text: str, placeholders: Placeholders, add_special_tokens: bool) -> list[int]:
         with self._lock:
             backend, aliases, originals = self._literal
         # Other added tokens take part in the search, since the leftmost of all wins, and stay as they are.
         marked = any_of(self._added).sub(lambda found: aliases.get(found[0], found[0]), text)
-        ids = self._encode(backend, guard.restore(marked), add_special_tokens, "messages")
+        ids = self._encode(backend, placeholders.restore(marked), add_special_tokens, "messages")
         return [originals.get(number, number) for number in ids]
 
     def _encode(self, backend: Backend, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
@@ -224,11 +224,11 @@ class Tokenizer:
             raise RequestError("the text has unpaired surrogates, which UTF-8 cannot hold", param=param) from None
 
     def _with_one_bos(self, ids: list[int], added: bool) -> list[int]:
-        """Without the beginning token that encoding has added before one of the text's own."""
+        """The ids without the BOS token that encoding adds before one that the text itself starts with."""
         return ids[1:] if added and self._adds_bos and ids[1:2] == [self.hf.bos_token_id] else ids
 
     def _find_adds_bos(self) -> bool:
-        """Whether encoding begins with a token that the text did not bring."""
+        """Whether encoding adds a BOS token."""
         with_special, without = (self.backend.encode("a", add_special_tokens=value).ids for value in (True, False))
         return with_special[:1] == [self.hf.bos_token_id] and without[:1] != with_special[:1]
 
@@ -297,7 +297,7 @@ def _read_template(given: str) -> str:
 
 
 class _QuietImport:
-    """Keeps transformers from advising at its import to install PyTorch, which is not wanted here."""
+    """Silences the advice of transformers, when imported, to install PyTorch."""
 
     def __enter__(self) -> None:
         logging.getLogger("transformers").addFilter(_drop_advice)

@@ -63,7 +63,7 @@ def test_every_form_of_a_prompt_means_the_same(llm: LLM) -> None:
     assert mixed[:5] == [results[0][0]] * 5
 
 
-def test_numbers_and_arrays_of_numpy_and_jax_are_taken(llm: LLM) -> None:
+def test_numbers_and_arrays_of_numpy_and_jax_are_accepted(llm: LLM) -> None:
     rows: Any = np.array([[1, 2, 3], [4, 5, 6]])
     wanted = ids_of(llm.generate(rows.tolist(), GREEDY, use_tqdm=False))
     numbers: dict[str, Any] = {"temperature": np.float32(0), "max_tokens": np.int64(8)}
@@ -149,9 +149,9 @@ def test_stop_strings(llm: LLM, keep: bool) -> None:
     """The text ends before (or after) the string, the tokens with the one that completed it."""
     [free] = llm.generate("abc", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
     ids, text = free.outputs[0].token_ids, free.outputs[0].text
-    place = next(place for place in range(5, len(text) - 1)
-                 if text[place : place + 2].isascii() and text[place : place + 2].isprintable())
-    stop = text[place : place + 2]
+    index = next(index for index in range(5, len(text) - 1)
+                 if text[index : index + 2].isascii() and text[index : index + 2].isprintable())
+    stop = text[index : index + 2]
     first = text.index(stop)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=[stop, "never there"],
                             include_stop_str_in_output=keep)
@@ -166,12 +166,12 @@ def test_stop_strings(llm: LLM, keep: bool) -> None:
 def test_stop_ids_and_end_ids(llm: LLM) -> None:
     [free] = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
     stop = free.outputs[0].token_ids[3]
-    place = free.outputs[0].token_ids.index(stop)
+    index = free.outputs[0].token_ids.index(stop)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop])
     [output] = llm.generate([[1, 2]], params, use_tqdm=False)
     [choice] = output.outputs
     assert (choice.token_ids, choice.finish_reason, choice.stop_reason) == (
-        free.outputs[0].token_ids[: place + 1], "stop", stop)
+        free.outputs[0].token_ids[: index + 1], "stop", stop)
 
 
 def test_the_models_end_id_ends_a_text_unless_ignored(tmp_path: Path, model_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_the_models_end_id_ends_a_text_unless_ignored(tmp_path: Path, model_path
     with LLM(model=str(folder), **ENGINE_ARGS) as llm:
         [ended] = llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         [whole] = llm.generate([[7, 7]], GREEDY, use_tqdm=False)
-    place = free.outputs[0].token_ids.index(end)
+    index = free.outputs[0].token_ids.index(end)
     [choice] = ended.outputs
     assert (choice.token_ids, choice.finish_reason, choice.stop_reason) == (
-        free.outputs[0].token_ids[: place + 1], "stop", None)
+        free.outputs[0].token_ids[: index + 1], "stop", None)
     assert whole.outputs == free.outputs
 
 
@@ -263,7 +263,7 @@ def test_generate_loads_a_model_for_one_call(model_path: Path) -> None:
     assert [output.prompt for output in outputs] == ["one", "two"]
 
 
-def test_generate_uses_an_llm_and_keeps_it(llm: LLM) -> None:
+def test_generate_uses_an_llm_and_leaves_it_open(llm: LLM) -> None:
     [with_keywords] = jaxpaged.generate(llm, "one", temperature=0, max_tokens=8, ignore_eos=True, use_tqdm=False)
     [with_params] = jaxpaged.generate(llm, "one", GREEDY, use_tqdm=False)
     assert with_keywords.outputs == with_params.outputs
@@ -284,12 +284,12 @@ def test_a_model_in_memory_runs_on_its_own_weights() -> None:
     """They are not copied, and new ones can be set."""
     module, params = module_and_params(seed=3)
     table = params["embed"]["table"]
-    place = table.unsafe_buffer_pointer()
+    index = table.unsafe_buffer_pointer()
     with LLM(model=(module, params), **ENGINE_ARGS) as llm:
         [first] = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         assert first.outputs[0].text == "" and len(first.outputs[0].token_ids) == 8
         assert llm._engine is not None
-        assert llm._engine._runner._params["embed"]["table"].unsafe_buffer_pointer() == place
+        assert llm._engine._runner._params["embed"]["table"].unsafe_buffer_pointer() == index
         _, others = module_and_params(seed=4)
         llm.update_weights(others)
         [second] = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
@@ -315,7 +315,7 @@ def test_a_model_in_memory_can_have_a_tokenizer(model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [5, None, ("a", "b"), (nnx.Rngs(0), {})], ids=repr)
-def test_what_is_no_model_is_refused(model: Any) -> None:
+def test_a_bad_model_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match="pair"):
         LLM(model=model)
 

@@ -60,7 +60,7 @@ def test_embeddings_equal_transformers(llm: LLM, expected: dict[str, list[np.nda
     assert llm.get_metrics()["jaxpaged:compilations"] == programs
 
 
-def test_generation_beside_is_not_disturbed(llm: LLM) -> None:
+def test_concurrent_generation_is_unchanged(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:4], params, use_tqdm=False)]
     llm.embed(PROMPTS, use_tqdm=False)

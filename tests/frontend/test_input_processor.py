@@ -43,13 +43,13 @@ def test_prompts_of_all_forms() -> None:
     ids = TOKENIZER.encode("hello world")
     for prompt, text in (("hello world", "hello world"), ({"prompt": "hello world"}, "hello world"), (ids, None),
                          (tuple(ids), None), ({"prompt_token_ids": ids}, None),
-                         ({"prompt": "kept", "prompt_token_ids": ids}, "kept")):
+                         ({"prompt": "given", "prompt_token_ids": ids}, "given")):
         found = processor().process("r", prompt, SamplingParams(max_tokens=3))
         assert (found.prompt, found.prompt_token_ids) == (text, tuple(ids))
         assert found.sequences[0].prompt_token_ids == tuple(ids)
 
 
-def test_ids_are_taken_as_they_are_and_text_gets_a_beginning() -> None:
+def test_ids_are_used_as_given_and_text_gets_a_bos_token() -> None:
     assert processor().process("r", [5, 6]).prompt_token_ids == (5, 6)
     assert processor().process("r", "hello").prompt_token_ids[0] == 1
     assert processor().process("r", "hello", add_special_tokens=False).prompt_token_ids[0] != 1
@@ -102,7 +102,7 @@ def test_max_tokens_left_open_takes_what_fits() -> None:
     assert processor().process("r", [5] * 19, SamplingParams(max_tokens=None)).max_tokens == 1
 
 
-def test_a_default_is_lowered_and_a_wish_is_not() -> None:
+def test_only_a_default_is_lowered() -> None:
     params = SamplingParams(max_tokens=16)
     assert processor().process("r", [5] * 12, params, lower_max_tokens=True).max_tokens == 8
     assert processor().process("r", [5] * 2, params, lower_max_tokens=True).max_tokens == 16
@@ -118,7 +118,7 @@ def test_a_prompt_that_leaves_no_room(length: int, max_tokens: int | None) -> No
 
 
 class NeverEncodes:
-    """Stands where tokenising would be too slow to reach."""
+    """A tokenizer for texts that must be refused before they are tokenised."""
 
     def __init__(self, max_token_chars: int | None) -> None:
         self.max_token_chars = max_token_chars
@@ -166,7 +166,7 @@ def test_seeds(seed: int | None, resolved: int | None) -> None:
     assert processor().process("r", [5], SamplingParams(seed=seed)).sequences[0].seed == resolved
 
 
-def test_choices_become_sequences_that_the_output_side_knows() -> None:
+def test_choices_become_sequences_that_the_output_processor_knows() -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=5)
     found = processor(takes_priorities=True).process("r", [5, 6], params, arrival_time=1.5, priority=2)
     assert [sequence.choice for sequence in found.sequences] == [0, 1, 2]
@@ -193,7 +193,7 @@ def test_salts_are_checked(salt: Any) -> None:
 
 
 @pytest.mark.parametrize("priority", [1, -1])
-def test_priorities_are_refused_where_nobody_looks_at_them(priority: int) -> None:
+def test_priorities_are_refused_where_the_policy_ignores_them(priority: int) -> None:
     with pytest.raises(RequestError, match="--scheduling-policy priority") as caught:
         processor().process("r", [5], priority=priority)
     assert caught.value.param == "priority"

@@ -54,7 +54,7 @@ def test_openmetrics_clients_get_their_format() -> None:
     assert content_type.startswith("application/openmetrics-text") and text.endswith(b"# EOF\n")
 
 
-def test_compilations_stand_at_what_the_start_took_before_any_request() -> None:
+def test_compilations_count_the_start_before_any_request() -> None:
     assert samples(Metrics("m", INFO))["jaxpaged:compilations_total"] == 2
 
 

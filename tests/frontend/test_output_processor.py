@@ -25,7 +25,7 @@ END = BYTES.vocab_size - 1  # <|end|>
 PROMPT = [LETTER[b"p"]]
 
 
-def letters(text: str) -> list[int]:
+def char_ids(text: str) -> list[int]:
     """One token per byte."""
     return [LETTER[bytes([byte])] for byte in text.encode()]
 
@@ -73,7 +73,7 @@ def first_end(text: str, stops: Iterable[str], free: int) -> tuple[int, str] | N
     return end, stop
 
 
-def longest_beginning(text: str, stops: Iterable[str]) -> int:
+def longest_prefix(text: str, stops: Iterable[str]) -> int:
     """By definition: length of the longest suffix of the text that is a proper prefix of a stop string."""
     return max((size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])), default=0)
 
@@ -82,20 +82,20 @@ short_text = st.text("ab", max_size=30)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-@given(pieces=st.lists(short_text), stops=stop_lists, free=st.sampled_from([0, 0, 1, 2]))
-def test_stop_strings_by_definition(pieces: list[str], stops: list[str], free: int) -> None:
-    """Within the first `free` pieces none counts."""
+@given(chunks=st.lists(short_text), stops=stop_lists, free=st.sampled_from([0, 0, 1, 2]))
+def test_stop_strings_by_definition(chunks: list[str], stops: list[str], free: int) -> None:
+    """No stop string that ends in the first `free` chunks counts."""
     watch, released, text = StopStrings(stops), "", ""
-    for number, piece in enumerate(pieces):
-        text += piece
-        decided, found = watch.add(piece, number >= free)
+    for number, chunk in enumerate(chunks):
+        text += chunk
+        decided, found = watch.add(chunk, number >= free)
         released += decided
-        wanted = first_end(text, stops, len("".join(pieces[:free])))
+        wanted = first_end(text, stops, len("".join(chunks[:free])))
         if wanted is not None:
             assert (len(released), found) == wanted and text.startswith(released)
             return
         assert found is None
-        assert released == text[:len(text) - longest_beginning(text, stops)]
+        assert released == text[:len(text) - longest_prefix(text, stops)]
     assert released + watch.release() == text
     assert watch.release() == ""
 
@@ -112,31 +112,31 @@ def test_stop_strings_by_definition(pieces: list[str], stops: list[str], free: i
 def test_a_stop_string_ends_the_text(text: str, stops: list[str], left: str, found: str) -> None:
     for keep in (False, True):
         run = Run(stop=stops, include_stop_str_in_output=keep)
-        run.feed_each(letters(text + "and more"))
+        run.feed_each(char_ids(text + "and more"))
         assert run.choice.text == (left + found if keep else left)
         assert (run.choice.finish_reason, run.choice.stop_reason) == ("stop", found)
         assert run.outputs[-1].finished and run.aborted == run.ids
         # The last token is the one whose text completed the string.
-        assert run.choice.token_ids == tuple(letters(left + found))
+        assert run.choice.token_ids == tuple(char_ids(left + found))
 
 
 @pytest.mark.parametrize("least", range(7))
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_a_stop_string_counts_that_ends_behind_min_tokens(least: int, logprobs: int | None) -> None:
+def test_a_stop_string_counts_only_behind_min_tokens(least: int, logprobs: int | None) -> None:
     """Also one that begins before: `ab` ends at tokens 2, 4 and 6."""
     end = next((end for end in (2, 4, 6) if end > least), None)
     for together in (False, True):
         run = Run(stop="ab", min_tokens=least, logprobs=logprobs)
-        *pieces, last = [letters("ababab")] if together else [[letter] for letter in letters("ababab")]
-        for piece in pieces:
-            run.feed(piece, logprobs=(TokenLogprobs(-1.0, 1),) * len(piece))
+        *chunks, last = [char_ids("ababab")] if together else [[char_id] for char_id in char_ids("ababab")]
+        for chunk in chunks:
+            run.feed(chunk, logprobs=(TokenLogprobs(-1.0, 1),) * len(chunk))
         run.feed(last, finish_reason="length", logprobs=(TokenLogprobs(-1.0, 1),) * len(last))
         assert run.choice.text == "ababab"[:end - 2 if end else 6]
         assert run.choice.finish_reason == ("stop" if end else "length") and len(run.choice.token_ids) == (end or 6)
 
 
-def test_one_delta_of_many_tokens_stops_at_the_same_place() -> None:
-    text = letters("hello world and more")
+def test_one_delta_of_many_tokens_stops_at_the_same_token() -> None:
+    text = char_ids("hello world and more")
     alone, together = Run(stop="wor"), Run(stop="wor")
     alone.feed_each(text)
     together.feed(text)
@@ -155,26 +155,26 @@ def test_a_stop_string_inside_a_token() -> None:
 
 
 def test_the_prompt_is_not_searched() -> None:
-    run = Run(prompt=letters("stop"), stop=["stop", "op!"])
-    run.feed_each(letters("! go"))
+    run = Run(prompt=char_ids("stop"), stop=["stop", "op!"])
+    run.feed_each(char_ids("! go"))
     assert (run.choice.text, run.choice.finish_reason) == ("! go", "length")
 
 
-def test_withheld_text_comes_once_decided() -> None:
+def test_held_back_text_is_released_once_decided() -> None:
     run = Run(stop="END", output_kind=RequestOutputKind.DELTA)
-    run.feed_each(letters("aEbENc EN"))
+    run.feed_each(char_ids("aEbENc EN"))
     assert run.deltas == ["a", "", "Eb", "", "", "ENc", " ", "", "EN"]
     assert run.choice.finish_reason == "length"
 
 
-def test_a_long_stop_string_holds_back_only_a_real_beginning() -> None:
+def test_a_long_stop_string_holds_back_only_a_real_prefix() -> None:
     run = Run(stop="x" * 4000, output_kind=RequestOutputKind.DELTA)
-    run.feed_each(letters("hello"))
+    run.feed_each(char_ids("hello"))
     assert run.deltas == list("hello")
 
 
 def test_the_search_takes_time_proportional_to_the_text() -> None:
-    """The worst text for the worst strings; a search of everything withheld at each step would take minutes."""
+    """The worst text for the worst strings; searching all held-back text at each step would take minutes."""
     stops = [number * "b" + "a" * (4096 - 64) + "c" for number in range(64)]
     watch = StopStrings(stops)
     start = time.perf_counter()
@@ -187,22 +187,22 @@ def test_the_search_takes_time_proportional_to_the_text() -> None:
 
 def test_later_deltas_of_a_stopped_sequence_are_ignored() -> None:
     run = Run(stop="b")
-    run.feed(letters("ab"))
-    assert run.feed(letters("more")) == ProcessedOutputs()
+    run.feed(char_ids("ab"))
+    assert run.feed(char_ids("more")) == ProcessedOutputs()
     assert run.feed((), finish_reason="abort") == ProcessedOutputs()
     assert len(run.outputs) == 1 and run.processor.num_unfinished == 0
 
 
 def test_stop_at_the_length_limit_needs_no_abort() -> None:
     run = Run(stop="b")
-    run.feed(letters("ab"), finish_reason="length")
+    run.feed(char_ids("ab"), finish_reason="length")
     assert (run.choice.text, run.choice.finish_reason, run.choice.stop_reason) == ("a", "stop", "b")
     assert run.aborted == []
 
 
-def test_text_that_only_the_end_decides_is_searched_too() -> None:
+def test_text_released_by_the_end_is_searched_too() -> None:
     run = Run(stop="\ufffd")
-    run.feed([*letters("a"), *letters("日")[:1]], finish_reason="length")
+    run.feed([*char_ids("a"), *char_ids("日")[:1]], finish_reason="length")
     assert (run.choice.text, run.choice.finish_reason, run.choice.stop_reason) == ("a", "stop", "\ufffd")
 
 
@@ -213,8 +213,8 @@ def test_text_that_only_the_end_decides_is_searched_too() -> None:
 @pytest.mark.parametrize("skip", [True, False])
 def test_the_end_token_is_an_id_and_not_text(stop_reason: int | None, skip: bool) -> None:
     run = Run(skip_special_tokens=skip)
-    run.feed_each([*letters("ab"), END], "stop", stop_reason=stop_reason)
-    assert (run.choice.text, run.choice.token_ids) == ("ab", (*letters("ab"), END))
+    run.feed_each([*char_ids("ab"), END], "stop", stop_reason=stop_reason)
+    assert (run.choice.text, run.choice.token_ids) == ("ab", (*char_ids("ab"), END))
     assert (run.choice.finish_reason, run.choice.stop_reason) == ("stop", stop_reason)
     assert run.aborted == []
 
@@ -222,10 +222,10 @@ def test_the_end_token_is_an_id_and_not_text(stop_reason: int | None, skip: bool
 def test_a_stop_token_shows_on_request() -> None:
     def text(stop: int, **params: Any) -> str:
         run = Run(**params)
-        run.feed_each([*letters("ab"), stop], "stop", stop_reason=stop)
+        run.feed_each([*char_ids("ab"), stop], "stop", stop_reason=stop)
         return run.choice.text
 
-    c = letters("c")[0]
+    c = char_ids("c")[0]
     assert text(c) == "ab"
     assert text(c, include_stop_str_in_output=True) == "abc"
     assert text(END, include_stop_str_in_output=True) == "ab"
@@ -240,22 +240,22 @@ def test_a_stop_token_shows_on_request() -> None:
     ("a*b", {"skip_special_tokens": False, "include_stop_str_in_output": True}, "a<|end|>", 2),
 ])
 def test_a_stop_string_that_is_a_special_tokens_text(ids: str, params: dict[str, Any], text: str, count: int) -> None:
-    """`*` stands for the token; hidden, it ends the text all the same and takes nothing of it along."""
+    """`*` is the token; hidden, it ends the text all the same and takes nothing of it along."""
     run = Run(**{"stop": "<|end|>", "output_kind": RequestOutputKind.DELTA, **params})
-    run.feed_each([END if char == "*" else letters(char)[0] for char in ids + "xyz"])
+    run.feed_each([END if char == "*" else char_ids(char)[0] for char in ids + "xyz"])
     assert "".join(run.deltas) == text
     assert run.choice.finish_reason == "stop" and run.choice.stop_reason in ("<|end|>", "bc") and run.aborted
     assert sum(len(output.outputs[0].token_ids) for output in run.outputs) == count
 
 
-def test_an_end_token_releases_what_was_withheld() -> None:
+def test_an_end_token_releases_held_back_text() -> None:
     run = Run(stop="bcd", output_kind=RequestOutputKind.DELTA)
-    run.feed_each([*letters("abc"), END], "stop")
+    run.feed_each([*char_ids("abc"), END], "stop")
     assert run.deltas == ["a", "", "", "bc"]
 
 
-def test_a_character_cut_off_is_the_same_in_all_kinds() -> None:
-    ids = letters("a日")[:-1]
+def test_a_character_cut_off_is_the_same_in_all_output_kinds() -> None:
+    ids = char_ids("a日")[:-1]
     texts = set()
     for kind in RequestOutputKind:
         run = Run(output_kind=kind)
@@ -269,8 +269,8 @@ def test_a_character_cut_off_is_the_same_in_all_kinds() -> None:
 
 @given(text=st.text(max_size=20), stop=st.none() | st.lists(st.text(min_size=1, max_size=3), max_size=3),
        keep=st.booleans())
-def test_all_kinds_tell_the_same(text: str, stop: list[str] | None, keep: bool) -> None:
-    ids = letters(text + ".")
+def test_all_output_kinds_agree(text: str, stop: list[str] | None, keep: bool) -> None:
+    ids = char_ids(text + ".")
     runs = {kind: Run(stop=stop, include_stop_str_in_output=keep, output_kind=kind) for kind in RequestOutputKind}
     for run in runs.values():
         run.feed_each(ids)
@@ -289,7 +289,7 @@ def test_all_kinds_tell_the_same(text: str, stop: list[str] | None, keep: bool) 
 
 def test_cumulative_outputs_grow() -> None:
     run = Run()
-    run.feed_each(letters("abc"))
+    run.feed_each(char_ids("abc"))
     assert [(output.outputs[0].text, len(output.outputs[0].token_ids)) for output in run.outputs] == [
         ("a", 1), ("ab", 2), ("abc", 3)]
 
@@ -302,11 +302,11 @@ def test_without_detokenising() -> None:
         Run(tokenizer=None, stop="a")
 
 
-def test_what_a_request_was_is_repeated() -> None:
-    run = Run(prompt=letters("pp"))
-    run.feed_each(letters("a"))
+def test_outputs_repeat_the_request() -> None:
+    run = Run(prompt=char_ids("pp"))
+    run.feed_each(char_ids("a"))
     output = run.outputs[-1]
-    assert (output.request_id, output.prompt, output.prompt_token_ids) == ("r", "p", tuple(letters("pp")))
+    assert (output.request_id, output.prompt, output.prompt_token_ids) == ("r", "p", tuple(char_ids("pp")))
 
 
 def test_leading_spaces_of_word_start_markers_stay() -> None:
@@ -322,10 +322,10 @@ def test_leading_spaces_of_word_start_markers_stay() -> None:
 def test_choices_are_merged_into_one_request() -> None:
     run = Run(n=2)
     assert len(set(run.ids)) == 2
-    done = run.processor.process([TokenDelta(run.ids[1], tuple(letters("x"))), TokenDelta(run.ids[0], ())], now=20.0)
+    done = run.processor.process([TokenDelta(run.ids[1], tuple(char_ids("x"))), TokenDelta(run.ids[0], ())], now=20.0)
     (output,) = done.outputs
     assert [(choice.index, choice.text) for choice in output.outputs] == [(0, ""), (1, "x")]
-    run.feed(letters("ab"), 0, finish_reason="length")
+    run.feed(char_ids("ab"), 0, finish_reason="length")
     assert not run.outputs[-1].finished and run.outputs[-1].outputs[0].finish_reason == "length"
     done = run.feed([END], 1, finish_reason="stop")
     assert run.outputs[-1].finished
@@ -336,29 +336,29 @@ def test_choices_are_merged_into_one_request() -> None:
     assert figures.finish_reason == "stop"
 
 
-def test_deltas_show_only_choices_with_news() -> None:
+def test_deltas_show_only_choices_with_new_output() -> None:
     run = Run(n=3, output_kind=RequestOutputKind.DELTA)
-    run.feed(letters("a"), 2)
+    run.feed(char_ids("a"), 2)
     assert [choice.index for choice in run.outputs[-1].outputs] == [2]
 
 
 def test_final_only_waits_for_all_choices() -> None:
     run = Run(n=2, output_kind=RequestOutputKind.FINAL_ONLY)
-    assert run.feed(letters("a"), 0, finish_reason="length").outputs == []
-    assert len(run.feed(letters("b"), 1, finish_reason="length").outputs) == 1
+    assert run.feed(char_ids("a"), 0, finish_reason="length").outputs == []
+    assert len(run.feed(char_ids("b"), 1, finish_reason="length").outputs) == 1
 
 
 def test_each_choice_stops_by_itself() -> None:
     run = Run(n=2, stop="!")
-    run.feed(letters("a!"), 0)
+    run.feed(char_ids("a!"), 0)
     assert run.aborted == [run.ids[0]]
-    run.feed(letters("b"), 1)
+    run.feed(char_ids("b"), 1)
     assert not run.outputs[-1].finished
-    run.feed(letters("!"), 1)
+    run.feed(char_ids("!"), 1)
     assert [choice.text for choice in run.outputs[-1].outputs] == ["a", "b"]
 
 
-def test_sequence_ids_cannot_be_mistaken() -> None:
+def test_sequence_ids_are_unambiguous() -> None:
     processor, params = OutputProcessor(None), SamplingParams(n=2)
     ids = [processor.add_request(name, None, [1], params, 0.0, 9) for name in ("a", "a#0", "a#0#0")]
     assert len({*ids[0], *ids[1], *ids[2]}) == 6
@@ -369,7 +369,7 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
     with pytest.raises(RequestError) as caught:
         run.processor.add_request("r", None, [1], SamplingParams(), 0.0, 1)
     assert caught.value.param == "request_id"
-    run.feed(letters("a"), finish_reason="length")
+    run.feed(char_ids("a"), finish_reason="length")
     assert run.processor.add_request("r", None, [1], SamplingParams(), 0.0, 1)
 
 
@@ -378,16 +378,16 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
 
 def test_abort() -> None:
     run = Run(n=2)
-    run.feed(letters("a"), 0, finish_reason="length")
+    run.feed(char_ids("a"), 0, finish_reason="length")
     assert run.processor.abort("r") == [run.ids[1]]
     assert run.processor.abort("r") == run.processor.abort("unknown") == []
-    assert run.feed(letters("a"), 1) == ProcessedOutputs()
+    assert run.feed(char_ids("a"), 1) == ProcessedOutputs()
     assert run.processor.num_unfinished == 0
 
 
 def test_the_engines_abort_and_error_are_passed_on() -> None:
     run = Run()
-    run.feed(letters("a"))
+    run.feed(char_ids("a"))
     done = run.feed((), finish_reason="abort")
     assert (run.choice.text, run.choice.finish_reason, done.to_abort) == ("a", "abort", [])
     run = Run()
@@ -397,10 +397,10 @@ def test_the_engines_abort_and_error_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize("bad", [(-1,), ("x",), (None,), (2**70,), 5])
-def test_a_bad_delta_hurts_only_its_request(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_delta_fails_only_its_request(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
     processor = OutputProcessor(BYTES)
     one, two = (processor.add_request(name, None, PROMPT, SamplingParams(n=2), 0.0, 9) for name in ("one", "two"))
-    good = tuple(letters("a"))
+    good = tuple(char_ids("a"))
     done = processor.process([TokenDelta(two[0], good), TokenDelta(one[0], bad), TokenDelta(one[1], good),
                               TokenDelta(two[1], good)])
     by_id = {output.request_id: output for output in done.outputs}
@@ -417,10 +417,10 @@ def test_a_bad_delta_hurts_only_its_request(bad: Any, caplog: pytest.LogCaptureF
 def test_times_and_counts() -> None:
     processor = OutputProcessor(BYTES)
     one, two = processor.add_request("r", None, PROMPT, SamplingParams(n=2), 10.0, 5)
-    first = processor.process([TokenDelta(one, tuple(letters("ab")), num_cached_tokens=16, scheduled_time=12.0)], 13.0)
-    assert [(news.choice, news.count, news.num_cached_tokens) for news in first.new_tokens] == [(0, 2, 16)]
-    processor.process([TokenDelta(two, tuple(letters("a")), scheduled_time=11.0, num_preemptions=1)], 14.0)
-    done = processor.process([TokenDelta(one, tuple(letters("c")), "length"),
+    first = processor.process([TokenDelta(one, tuple(char_ids("ab")), num_cached_tokens=16, scheduled_time=12.0)], 13.0)
+    assert [(new.choice, new.count, new.num_cached_tokens) for new in first.new_tokens] == [(0, 2, 16)]
+    processor.process([TokenDelta(two, tuple(char_ids("a")), scheduled_time=11.0, num_preemptions=1)], 14.0)
+    done = processor.process([TokenDelta(one, tuple(char_ids("c")), "length"),
                               TokenDelta(two, (), "length", num_preemptions=2)], 15.0)
     metrics = done.outputs[0].metrics
     assert metrics is not None and done.finished[0].metrics == metrics
@@ -433,15 +433,15 @@ def test_times_and_counts() -> None:
 def test_the_clock_is_the_monotonic_one() -> None:
     processor = OutputProcessor(BYTES)
     (sequence,) = processor.add_request("r", None, PROMPT, SamplingParams(), time.monotonic(), 5)
-    (output,) = processor.process([TokenDelta(sequence, tuple(letters("a")))]).outputs
+    (output,) = processor.process([TokenDelta(sequence, tuple(char_ids("a")))]).outputs
     assert output.metrics is not None and output.metrics.first_token_time is not None
     assert math.isclose(output.metrics.first_token_time, time.monotonic(), abs_tol=60)
 
 
 def test_tokens_cut_off_at_a_stop_string_are_not_counted() -> None:
     run = Run(stop="b")
-    done = run.feed(letters("abcd"))
-    assert [news.count for news in done.new_tokens] == [2]
+    done = run.feed(char_ids("abcd"))
+    assert [new.count for new in done.new_tokens] == [2]
     assert done.finished[0].num_generation_tokens == 2
 
 

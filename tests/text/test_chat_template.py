@@ -79,7 +79,7 @@ def test_continues_the_last_message_as_transformers_does(template: str, messages
     assert ChatTemplate(template, TOKENS).render(job) == expected
 
 
-def test_the_template_for_tools_is_taken_where_there_is_one() -> None:
+def test_the_tool_use_template_is_used_for_tools() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "{{ tools[0].function.name }}"}, {})
     assert template.render(TemplateJob([])) == "plain"
     assert template.render(TemplateJob([], TOOLS)) == "weather"
@@ -102,7 +102,7 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
     "{{ lipsum.__globals__['os'] }}", "{% import 'os' as x %}", "{{ ''.format.__self__.__class__.__base__ }}",
     "{{ '{0.__class__.__mro__}'.format(messages) }}", "{{ ('{a.__class__}').format_map({'a': 1}) }}",
 ])
-def test_nothing_leads_out_of_the_sandbox(template: str) -> None:
+def test_templates_cannot_leave_the_sandbox(template: str) -> None:
     messages = [{"role": "user", "content": "a"}]
     try:
         text = ChatTemplate(template, {}).render(TemplateJob(messages))

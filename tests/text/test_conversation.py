@@ -10,7 +10,7 @@ from jaxpaged.core.errors import RequestError
 from jaxpaged.text.conversation import normalise_messages
 
 
-def test_messages_that_are_fine() -> None:
+def test_good_messages() -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "Bo"},
@@ -58,7 +58,7 @@ def call(**function: Any) -> dict[str, Any]:
     call(name="f", arguments='{"a": NaN}'), call(name="f", arguments=[1]), call(name="f", arguments=5),
     call(name="f", arguments="[" * 100_000),
 ])
-def test_messages_that_are_not(message: object) -> None:
+def test_bad_messages(message: object) -> None:
     with pytest.raises(RequestError) as caught:
         normalise_messages([{"role": "user", "content": "fine"}, message])
     assert caught.value.param == "messages" and "messages[1]" in str(caught.value)
@@ -66,7 +66,7 @@ def test_messages_that_are_not(message: object) -> None:
 
 
 @pytest.mark.parametrize("messages", [None, [], {}, "text", {"role": "user", "content": "a"}, 5])
-def test_conversations_that_are_none(messages: object) -> None:
+def test_bad_conversations(messages: object) -> None:
     with pytest.raises(RequestError) as caught:
         normalise_messages(messages)
     assert caught.value.param == "messages"

@@ -25,15 +25,15 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
     return load_tokenizer(smollm2_path)
 
 
-def stream(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], skip: bool = True) -> list[str]:
-    """The text of each piece, and last what the end brings."""
+def stream(tokenizer: Tokenizer, prompt: list[int], chunks: list[list[int]], skip: bool = True) -> list[str]:
+    """The text of each chunk, then what the end releases."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
-    return [*map(detokenizer.add, pieces), detokenizer.finish()]
+    return [*map(detokenizer.add, chunks), detokenizer.finish()]
 
 
 def cut(ids: list[int], data: st.DataObject) -> list[list[int]]:
-    places = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=len(ids))))
-    return [ids[start:end] for start, end in zip([0, *places], [*places, len(ids)], strict=True)]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=len(ids))))
+    return [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
 
 def new_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool) -> str:
@@ -51,7 +51,7 @@ def ids_of(tokenizer: Tokenizer, *, min_size: int = 0) -> st.SearchStrategy[list
 
 
 @given(data=st.data(), skip=st.booleans())
-def test_any_ids_in_any_pieces(smollm2: Tokenizer, data: st.DataObject, skip: bool) -> None:
+def test_any_ids_in_any_chunks(smollm2: Tokenizer, data: st.DataObject, skip: bool) -> None:
     prompt, ids = data.draw(ids_of(smollm2, min_size=1)), data.draw(ids_of(smollm2))
     if smollm2.decode(prompt, skip).endswith("\ufffd"):
         prompt.append(504)  # " The": what an unfinished prompt does has a test of its own
@@ -59,7 +59,7 @@ def test_any_ids_in_any_pieces(smollm2: Tokenizer, data: st.DataObject, skip: bo
 
 
 @given(data=st.data(), prompt=st.text(min_size=1), text=st.text())
-def test_any_text_in_any_pieces(smollm2: Tokenizer, data: st.DataObject, prompt: str, text: str) -> None:
+def test_any_text_in_any_chunks(smollm2: Tokenizer, data: st.DataObject, prompt: str, text: str) -> None:
     for tokenizer in (smollm2, BYTE_LEVEL, SENTENCEPIECE, NO_PREFIX):
         before, ids = tokenizer.encode(prompt), tokenizer.encode(text, False)
         assert "".join(stream(tokenizer, before, cut(ids, data))) == new_text(tokenizer, before, ids, True)
@@ -78,11 +78,11 @@ RAW = st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=3).map(str.enco
 @given(data=st.data(), raw=RAW)
 def test_any_bytes(data: st.DataObject, raw: bytes) -> None:
     """Byte-level text is what Python makes of the bytes; byte-fallback text has one U+FFFD per undecodable byte."""
-    letters = {BYTE_LEVEL.token_bytes(number): number for number in range(256)}
-    pieces = cut([letters[bytes([byte])] for byte in raw], data)
-    assert "".join(stream(BYTE_LEVEL, [letters[b"a"]], pieces)) == raw.decode(errors="replace")
-    pieces = cut([BYTES + byte for byte in raw], data)
-    assert "".join(stream(SENTENCEPIECE, [BYTES + 97], pieces)) == each(raw)
+    byte_ids = {BYTE_LEVEL.token_bytes(number): number for number in range(256)}
+    chunks = cut([byte_ids[bytes([byte])] for byte in raw], data)
+    assert "".join(stream(BYTE_LEVEL, [byte_ids[b"a"]], chunks)) == raw.decode(errors="replace")
+    chunks = cut([BYTES + byte for byte in raw], data)
+    assert "".join(stream(SENTENCEPIECE, [BYTES + 97], chunks)) == each(raw)
 
 
 def each(raw: bytes) -> str:
@@ -99,7 +99,7 @@ def test_any_bytes_with_a_decoder_of_unknown_rule(data: st.DataObject, raw: byte
         errors="replace")
 
 
-def test_hopeless_bytes_with_a_decoder_of_unknown_rule() -> None:
+def test_undecodable_bytes_with_a_decoder_of_unknown_rule() -> None:
     ids = byte_ids(BYTE_LEVEL, b"\xff" * 20)
     texts = stream(BYTE_LEVEL_OTHERWISE, byte_ids(BYTE_LEVEL, b"a"), [[number] for number in ids])
     assert texts == [""] * 3 + ["\ufffd"] * 17 + ["\ufffd" * 3]
@@ -107,7 +107,7 @@ def test_hopeless_bytes_with_a_decoder_of_unknown_rule() -> None:
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
 @pytest.mark.parametrize("char", ["é", "日", "👍"])
-def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer, char: str) -> None:
+def test_a_character_of_several_tokens_is_released_whole(tokenizer: Tokenizer, char: str) -> None:
     ids = byte_ids(tokenizer, char.encode())
     texts = stream(tokenizer, byte_ids(tokenizer, b"a"), [[number] for number in ids])
     assert texts == [""] * (len(ids) - 1) + [char, ""]
@@ -121,7 +121,7 @@ def byte_ids(tokenizer: Tokenizer, raw: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
-def test_hopeless_bytes_are_not_held_back(tokenizer: Tokenizer) -> None:
+def test_undecodable_bytes_are_not_held_back(tokenizer: Tokenizer) -> None:
     ids = byte_ids(tokenizer, b"\xff" * 50)
     assert stream(tokenizer, byte_ids(tokenizer, b"a"), [[number] for number in ids]) == ["\ufffd"] * 50 + [""]
     # A lead byte could still become a character; the next one shows that it does not.
@@ -168,5 +168,5 @@ def test_special_tokens() -> None:
     assert "".join(stream(SENTENCEPIECE, prompt, [[2, *hello, 2]], skip=False)) == "</s> hello</s>"
 
 
-def test_ids_outside_the_vocabulary_are_nothing(smollm2: Tokenizer) -> None:
+def test_ids_outside_the_vocabulary_are_ignored(smollm2: Tokenizer) -> None:
     assert stream(smollm2, [504], [[50_000], [504]]) == ["", smollm2.decode([504]), ""]

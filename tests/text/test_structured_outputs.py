@@ -74,7 +74,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_compiled_is_refused_quickly(name: str) -> None:
+def test_what_does_not_compile_is_refused_quickly(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError) as caught:
         GrammarCompiler().grammar(StructuredOutputsParams(**BAD[name]))
@@ -83,11 +83,11 @@ def test_what_cannot_be_compiled_is_refused_quickly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_can_be_compiled(name: str) -> None:
+def test_what_compiles(name: str) -> None:
     GrammarCompiler().grammar(StructuredOutputsParams(**GOOD[name]))
 
 
-def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
+def test_a_slow_compilation_is_cut_off() -> None:
     """A state for each remainder: a schema of a few bytes that the compiler's own limits do not bound."""
     hostile = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 99_999_989}})
     good = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 7}})
@@ -109,7 +109,7 @@ def test_what_takes_the_compiler_too_long_is_cut_off() -> None:
     {"regex": 3}, {"grammar": {}}, {"choice": []}, {"choice": "ab"}, {"choice": [""]}, {"choice": [1]},
     {"json_object": "yes"},
 ], ids=str)
-def test_parameters_that_say_nothing_or_too_much(fields: dict[str, Any]) -> None:
+def test_none_or_several_of_the_parameters(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         StructuredOutputsParams(**fields)
     assert caught.value.param == "structured_outputs"
@@ -212,7 +212,7 @@ def test_vocabularies_of_every_size(size: int) -> None:
     manager.close()
 
 
-def test_compiled_grammars_are_kept_up_to_a_bound() -> None:
+def test_compiled_grammars_are_cached_up_to_a_bound() -> None:
     manager = make_manager()
     for number in range(MAX_COMPILED + 20):
         for _ in range(2):
@@ -221,7 +221,7 @@ def test_compiled_grammars_are_kept_up_to_a_bound() -> None:
     manager.close()
 
 
-def test_compiled_grammars_are_kept_up_to_their_bytes() -> None:
+def test_compiled_grammars_are_cached_up_to_their_bytes() -> None:
     """A schema of 200 bytes may take megabytes: what counts is what the C library has given out for it."""
     large = [checked(json={"type": "integer", "multipleOf": 20_011 + number}) for number in range(3)]
     assert all(5 * 2**20 < grammar.num_bytes < 20 * 2**20 for grammar in large)
@@ -294,7 +294,7 @@ def generate(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams])
     return llm.generate(list(prompts), list(params), use_tqdm=False)
 
 
-def test_every_text_fits_and_free_neighbours_stay_free(llm: LLM, few_blocks: LLM) -> None:
+def test_every_text_fits_and_unconstrained_neighbours_stay_so(llm: LLM, few_blocks: LLM) -> None:
     """Greedy and sampled, with blocks taken away on the way, mixed with requests without a constraint."""
     prompts = [[token % 60 for token in random_prompt(5 + 4 * number, number)]  # whole characters
                for number in range(2 * len(KINDS) + 2)]
@@ -320,8 +320,8 @@ def test_every_text_fits_and_free_neighbours_stay_free(llm: LLM, few_blocks: LLM
 def test_a_json_object_ends_when_it_closes(llm: LLM) -> None:
     """The end token is not needed, and would not be shown."""
     # brackets, quotes and a letter alone: a model of random weights closes what it opens sooner or later
-    letters = [llm.get_tokenizer().encode(char)[0] for char in '{}":a1, ']
-    params = [SamplingParams(seed=seed, max_tokens=100, allowed_token_ids=letters, ignore_eos=True,
+    char_ids = [llm.get_tokenizer().encode(char)[0] for char in '{}":a1, ']
+    params = [SamplingParams(seed=seed, max_tokens=100, allowed_token_ids=char_ids, ignore_eos=True,
                              structured_outputs=StructuredOutputsParams(json_object=True)) for seed in range(8)]
     ended = 0
     for output in generate(llm, [[1, 2]] * 8, params):
@@ -333,13 +333,13 @@ def test_a_json_object_ends_when_it_closes(llm: LLM) -> None:
     assert ended > 2
 
 
-def test_the_limit_cuts(llm: LLM) -> None:
+def test_max_tokens_cuts_the_text(llm: LLM) -> None:
     [output] = generate(llm, [[1, 2]], [SamplingParams(
         temperature=0, max_tokens=3, structured_outputs=StructuredOutputsParams(json=PERSON))])
     assert output.outputs[0].finish_reason == "length" and len(output.outputs[0].token_ids) == 3
 
 
-def test_beside_other_parameters(llm: LLM) -> None:
+def test_with_other_parameters(llm: LLM) -> None:
     """Several choices, log probabilities, a least length that the constraint cannot give, and penalties."""
     constraint = StructuredOutputsParams(regex="[ab]{6}")
     several, short, penalised = generate(llm, [[1, 2]] * 3, [
@@ -377,7 +377,7 @@ def test_a_grammar_that_only_the_engine_cannot_compile_ends_its_request_with_an_
     assert len(free.outputs[0].token_ids) == 4
 
 
-def test_refusing(llm: LLM) -> None:
+def test_a_refused_regex_leaves_the_engine_usable(llm: LLM) -> None:
     with pytest.raises(RequestError):
         generate(llm, [[1]], [SamplingParams(structured_outputs=StructuredOutputsParams(regex="(("))])
     [output] = generate(llm, [[1, 2]], [SamplingParams(

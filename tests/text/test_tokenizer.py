@@ -107,11 +107,11 @@ def test_chat_equals_transformers(smollm2: Tokenizer, reference: Any) -> None:
 
 
 @given(text=st.text(st.characters(codec="utf-8", max_codepoint=0xFFFF)))
-def test_no_token_holds_more_characters_than_promised(smollm2: Tokenizer, text: str) -> None:
+def test_no_token_holds_more_characters_than_the_bound(smollm2: Tokenizer, text: str) -> None:
     assert smollm2.max_token_chars is not None
     # The vocabulary lacks a few control characters, which vanish.
-    kept = "".join(character for character in text if smollm2.encode(character))
-    assert len(kept) <= smollm2.max_token_chars * len(smollm2.encode(kept))
+    encodable = "".join(character for character in text if smollm2.encode(character))
+    assert len(encodable) <= smollm2.max_token_chars * len(smollm2.encode(encodable))
 
 
 @given(text=st.text())
@@ -160,7 +160,7 @@ tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
     assert done.stdout + done.stderr == ""
 
 
-@pytest.mark.parametrize(("pre", "pieces"), [
+@pytest.mark.parametrize(("pre", "words"), [
     ("gpt-2", ["It", "'s", " 2024", " in", " ", " ABCß", "'", "LL", ",", "\n\n\n", " ok", "!!?)", "\n"]),
     ("smollm", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'", "LL", ",", "\n\n\n", " ok", "!!?)",
                 "\n"]),
@@ -168,11 +168,11 @@ tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
     ("qwen2", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
     ("tekken", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
 ])
-def test_pre_tokenizers_cut_as_their_models_were_trained(pre: str, pieces: list[str]) -> None:
+def test_pre_tokenizers_cut_as_their_models_were_trained(pre: str, words: list[str]) -> None:
     text = "It's 2024 in  ABCß'LL,\n\n\n ok!!?)\n"
     splitter = wrap(byte_level_metadata(pre)).backend.pre_tokenizer
     assert splitter is not None
-    assert [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)] == pieces
+    assert [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)] == words
 
 
 def test_qwen2_composes_characters() -> None:
@@ -205,7 +205,7 @@ def test_sentencepiece_by_hand() -> None:
 
 @pytest.mark.parametrize("tokenizer", [SENTENCEPIECE, BYTE_LEVEL, wrap(byte_level_metadata("tekken"))])
 @pytest.mark.parametrize("text", ["the", " the", "  the ", "ld hello", "</s>the", "<|end|>", "\n", ""])
-def test_text_that_goes_on_gets_neither_a_space_nor_special_tokens(tokenizer: Tokenizer, text: str) -> None:
+def test_a_continuation_gets_neither_a_space_nor_special_tokens(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode_continuation(text)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert not any(map(tokenizer.is_special, ids))
@@ -226,8 +226,8 @@ def test_merges_in_the_file_win_over_scores() -> None:
     ({"tokenizer.ggml.tokens": [1, 2]}, "tokens"),
     ({"tokenizer.ggml.token_type": [1]}, "token types"),
     ({"tokenizer.ggml.merges": None}, "merges"),
-    ({"tokenizer.ggml.merges": ["onepart"]}, "hold together"),
-    ({"tokenizer.ggml.merges": ["not there"]}, "hold together"),
+    ({"tokenizer.ggml.merges": ["onepart"]}, "inconsistent vocabulary"),
+    ({"tokenizer.ggml.merges": ["not there"]}, "inconsistent vocabulary"),
     ({"tokenizer.ggml.eos_token_id": 100_000}, "eos_token_id"),
     ({"tokenizer.ggml.bos_token_id": -1}, "bos_token_id"),
     ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token"),
@@ -262,10 +262,10 @@ def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-# Beginning tokens
+# BOS tokens
 
 
-def test_exactly_one_beginning_token() -> None:
+def test_exactly_one_bos_token() -> None:
     bos = 1
     assert SENTENCEPIECE.encode("hello").count(bos) == 1
     assert SENTENCEPIECE.encode("<s>hello").count(bos) == 1
@@ -277,7 +277,7 @@ def test_exactly_one_beginning_token() -> None:
 
 @pytest.mark.parametrize("opening", ["<s>", ""])
 @pytest.mark.parametrize("content", ["hello", "<s>hello"])
-def test_the_beginning_token_of_a_chat(opening: str, content: str) -> None:
+def test_the_bos_token_of_a_chat(opening: str, content: str) -> None:
     """The template's own, or with the switch the tokenizer's, and never both; one in a message is a text."""
     tokenizer = wrap(sentencepiece_metadata(**{"tokenizer.chat_template": opening + "{{ messages[0].content }}"}))
     for switch, expected in ((False, bool(opening)), (True, True)):
@@ -327,12 +327,12 @@ def test_any_mixture_of_special_and_ordinary_text(smollm2: Tokenizer, content: s
     text, ids = chat(smollm2, content)
     assert content in text
     assert sum(map(smollm2.is_special, ids)) == 5
-    # What stands between the template's own tokens is encoded as one piece of text.
-    start, end = [place for place, number in enumerate(ids) if number in (1, 2)][2:4]
+    # The text between the template's own tokens is encoded at once.
+    start, end = [index for index, number in enumerate(ids) if number in (1, 2)][2:4]
     assert smollm2.decode(ids[start + 1:end], skip_special_tokens=False) == "user\n" + content
 
 
-def test_ordinary_chats_and_guarded_ones_agree_on_the_rest() -> None:
+def test_chats_with_and_without_placeholders_agree_on_the_rest() -> None:
     """The guarded way must cut and prefix text just as the ordinary one does."""
     for tokenizer in (SENTENCEPIECE, wrap(sentencepiece_metadata(**{"tokenizer.ggml.add_space_prefix": False}))):
         _, plain = chat(tokenizer, "hello the world")
@@ -441,7 +441,7 @@ def test_bound_on_characters_is_none_where_there_is_none(smollm2: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("count", [4095, 4096, 200_000])
-def test_long_texts_are_read_as_short_ones_are(smollm2: Tokenizer, count: int) -> None:
+def test_long_texts_are_encoded_as_short_ones_are(smollm2: Tokenizer, count: int) -> None:
     """And other threads run meanwhile."""
     text = ("naïve 你好 <|im_end|>\n" * count)[:count]
     gaps = []
