@@ -1,7 +1,7 @@
-"""What crosses between the engine and whoever feeds it, in one process or between two.
+"""Messages between the engine and its front end, within one process or between two.
 
-One batch goes each way per step. Token ids and stop ids live on the engine side; text, stop strings and templates on
-the other. Times are seconds of `time.monotonic()`, which all processes of one machine share.
+One batch goes each way per step. The engine sees token ids and stop ids; text, stop strings and templates stay in the
+front end. Times are seconds of `time.monotonic()`, which all processes of one machine share.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from jaxpaged.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text must look like, known to compile.
+    """A grammar that structured output has to match; it is known to compile.
 
     Attributes:
-        text: for llguidance.
-        num_bytes: of memory that it takes compiled.
+        text: the grammar as llguidance reads it.
+        num_bytes: memory that it takes when compiled.
     """
 
     text: str
@@ -26,20 +26,20 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to generate; a request with n > 1 becomes n of these, told apart by `choice`.
+    """One sequence to generate; a request with n > 1 becomes n of these, numbered by `choice`.
 
     Attributes:
         request_id: unique among the live ones.
-        stop_token_ids: ids that end generation: the user's own, and the model's end ids unless `ignore_eos`.
-        eos_token_ids: the model's end ids alone; a stop on one of them reports no `stop_reason`.
+        stop_token_ids: ids that end generation: the user's, and the model's EOS ids unless `ignore_eos`.
+        eos_token_ids: the model's EOS ids; a stop on one of them reports no `stop_reason`.
         max_tokens: resolved by the sender; prompt and max_tokens together fit the context.
-        bad_word_ids: tokens that must not come one after another in the output.
-        grammar: which the text must follow.
-        seed: resolved seed of 64 bits, or None for one of the engine's choice.
-        cache_salt: requests share prefixes only with those of the same salt.
-        skip_prefix_read: compute every prompt token, whatever the prefix cache holds.
-        pooling: make an embedding of the prompt, of its last token or the mean of all; the token drawn is of no use.
-        fork_of: id of the request's first choice, with which it shares the prompt: it is computed once for all choices.
+        bad_word_ids: sequences of tokens that must not occur in the output.
+        grammar: what the output has to match.
+        seed: 64 bits, or None to let the engine choose.
+        cache_salt: requests share prefixes only with requests of the same salt.
+        skip_prefix_read: compute every prompt token, even cached ones.
+        pooling: make an embedding of the prompt, of its last token or the mean of all; the sampled token is ignored.
+        fork_of: id of the request's first choice: the prompt is computed once for all choices.
     """
 
     request_id: str
@@ -62,24 +62,24 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequests:
-    """Stop these requests now; unknown or finished ids are ignored."""
+    """Abort these requests; unknown or finished ids are ignored."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Share nothing that has been computed so far with later requests."""
+    """Forget all cached blocks: later requests share nothing that has been computed so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class DescribePool:
-    """Ask for a PoolState, which comes with the next outputs; nothing is recorded otherwise."""
+    """Ask for a PoolState, which is sent with the next outputs; nothing is recorded otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Finish nothing more and end the loop."""
+    """End the loop without finishing the running requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class TokenLogprobs:
     """Log probabilities at one position.
 
     Attributes:
-        logprob: of the token that is there.
-        rank: 1 and the number of tokens that are more probable.
-        top: (id, logprob) of the most probable tokens in order, as many as were asked for.
+        logprob: of the token at this position.
+        rank: 1 plus the number of more probable tokens.
+        top: (id, logprob) of the most probable tokens in order, as many as were requested.
     """
 
     logprob: float
@@ -98,14 +98,14 @@ class TokenLogprobs:
 
 
 class TokenDelta(NamedTuple):
-    """The newest tokens of one sequence, and its end if it has come.
+    """New tokens of one sequence, with finish_reason if it has ended.
 
     A step makes one for each running sequence: a tuple costs less than a dataclass.
 
-    `error` explains finish_reason "error". `scheduled_time` is set once, on the delta that carries the first token.
-    `logprobs` has one entry for each of `token_ids` if the request asks for them, else none; `prompt_logprobs`, once,
-    with the first token or the end, one for each prompt token but the first. `embedding` is that of the prompt, if the
-    request asks for it.
+    `error` explains finish_reason "error". `scheduled_time` is set once, on the delta with the first token. `logprobs`
+    has one entry for each of `token_ids` if the request asks for them, else none. `prompt_logprobs` has one for each
+    prompt token but the first, and is set once, with the first token or the end. `embedding` is that of the
+    prompt, if requested.
     """
 
     request_id: str
@@ -125,12 +125,12 @@ class TokenDelta(NamedTuple):
 class EngineStats:
     """State of the engine after a step; counters are totals since its start.
 
-    `blocks_cached` are free, but hold content that a request may share.
-    `blocks_used_sum` and `blocks_shared_sum` add up, over all steps, the blocks that have owners and the owners beyond
-    each block's first.
-    `kv_slots_held_sum` and `kv_slots_empty_sum` add up the two gauges over all steps, for a mean over a run.
-    `step_seconds` holds (kind, seconds) of the steps since the last message, kind being "decode", "prefill" or "mixed";
-    `step_tokens` the number of real tokens in each.
+    `blocks_cached` counts free blocks with cached content that a request may share.
+    `blocks_used_sum` and `blocks_shared_sum` are sums over all steps: of the blocks with references, and of the
+    references beyond each block's first.
+    `kv_slots_held_sum` and `kv_slots_empty_sum` are sums of the two gauges over all steps, for a mean over a run.
+    `step_seconds` has (kind, seconds) of the steps since the last message, kind being "decode", "prefill" or "mixed";
+    `step_tokens` the number of tokens in each without padding.
     """
 
     num_running: int = 0
@@ -156,11 +156,11 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine knows once it is ready to serve.
+    """Properties of an engine that is ready to serve.
 
     Attributes:
-        num_programs: that it may need.
-        num_compiled: of these, compiled or loaded at the start: all, unless it compiles lazily.
+        num_programs: programs that it may need.
+        num_compiled: programs compiled or loaded at the start: all, unless it compiles lazily.
     """
 
     model: str
@@ -183,7 +183,7 @@ class EngineInfo:
     num_compiled: int = 0
 
     def summary(self) -> str:
-        """The start-up line for people."""
+        """The start-up line for the user."""
         tokens = (self.num_blocks - 1) * self.block_size  # the null block holds none
         return (
             f"{self.model} ({self.architecture}) on {self.device}, {self.dtype}: "
@@ -196,7 +196,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """What every KV block is used for at one moment.
+    """The use of every KV block at one moment.
 
     Attributes:
         state_codes: a character per block, the null block excluded: f free, o owned by one request, s shared by
@@ -210,14 +210,14 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """One batch from the engine: what each sequence gained, and the state after it."""
+    """One batch from the engine: new tokens of each sequence, and the state after the step."""
 
     deltas: tuple[TokenDelta, ...]
     stats: EngineStats
     pool: PoolState | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Column by column, a fifth of the time: pickle names the class of each tuple that is not a plain one.
+        # By column, in a fifth of the time: pickle writes the class of each tuple that is not a plain one.
         return _unpacked, (tuple(zip(*self.deltas, strict=True)), self.stats, self.pool)
 
 
@@ -227,6 +227,6 @@ def _unpacked(columns: tuple[tuple[Any, ...], ...], stats: EngineStats, pool: Po
 
 @dataclass(frozen=True, slots=True)
 class EngineFailure:
-    """The engine has ended on an error; nothing follows."""
+    """The engine has failed; no more messages follow."""
 
     message: str

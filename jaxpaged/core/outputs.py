@@ -1,4 +1,4 @@
-"""What a request gives back: frozen values in the shape that users of vLLM know."""
+"""Outputs of requests: frozen values with the fields of vLLM's."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,7 +17,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request in seconds of `time.monotonic()`; None until the event has happened."""
+    """Times of one request in seconds of `time.monotonic()`; None until the event happens."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -49,9 +49,9 @@ class CompletionOutput:
     """One choice of a request.
 
     Attributes:
-        cumulative_logprob: sum over all its tokens so far, where log probabilities were asked for.
-        logprobs: for each of `token_ids` the chosen token, first, and the alternatives that were asked for.
-        text_offsets: where the log probabilities are given, the place in the choice's text where each token begins.
+        cumulative_logprob: sum over all its tokens so far, if log probabilities were requested.
+        logprobs: for each of `token_ids` the chosen token, first, and the requested alternatives.
+        text_offsets: with log probabilities, the offset in the choice's text at which each token begins.
     """
 
     index: int
@@ -66,7 +66,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One request with all its choices, whole or (for DELTA outputs) the newest part of each."""
+    """One request with all its choices: complete, or for DELTA outputs the new part of each."""
 
     request_id: str
     prompt: str | None

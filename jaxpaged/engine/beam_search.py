@@ -1,7 +1,7 @@
-"""Beam search as transformers does it, over requests that fork.
+"""Beam search as in transformers, over requests that fork.
 
-Each beam is a request of the scheduler's (`jaxpaged.scheduling.families`), which gives the log probabilities of its
-best continuations and is paused until the search has chosen among those of all beams. Results come at the search's end.
+Each beam is a scheduler request (`jaxpaged.scheduling.families`). It returns the log probabilities of its best
+continuations and is paused until the search has chosen among those of all beams. Results are returned at the end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,10 +11,12 @@ from jaxpaged.core.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.core.sampling_params import SamplingParams, num_beam_candidates
 from jaxpaged.scheduling.families import Branch
 
+_BEAM = "\0beam "  # in the ids of beams, and in no id of a user's
+
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Generated tokens, the sum of their log probabilities, each one's own, and the beam before that it continues."""
+    """Generated tokens, the sum of their log probabilities, each one's own, and the index of the beam it continues."""
 
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
@@ -27,9 +29,9 @@ class BeamSearch:
     """The beams of one request.
 
     A beam that ends among the best `width` continuations is a result, with its score divided by
-    length ** length_penalty; the best `width` results are kept. The search ends once there are so many and no running
-    beam can become better than the worst of them (by its present length, or by the longest possible one where
-    `early_stopping` is "never"), or at once where `early_stopping` is True; or at the limit of tokens.
+    length ** length_penalty; the best `width` results are kept. The search ends at max_tokens, or once there are
+    `width` results and no beam can still beat the worst of them: judged by its present length, or by the maximum
+    length if `early_stopping` is "never". If `early_stopping` is True, it ends with that many results.
     """
 
     request: EngineRequest
@@ -40,14 +42,14 @@ class BeamSearch:
     def width(self) -> int:
         return self.request.params.best_of or self.request.params.n
 
-    def advance(self, found: Sequence[TokenLogprobs]) -> None:
-        """Go on by one token, given the best continuations of each beam; no beam is left at the end."""
+    def advance(self, candidates: Sequence[TokenLogprobs]) -> None:
+        """Advance by one token, given the best continuations of each beam; no beam is left at the end."""
         params, limit, stop = self.request.params, self.request.max_tokens, self.request.stop_token_ids
         length = len(self.beams[0].token_ids) + 1
         continuations = [
             Beam((*beam.token_ids, token), beam.score + logprob,
                  (*beam.logprobs, TokenLogprobs(logprob, rank, logprobs.top[: params.logprobs or 0])), parent)
-            for parent, (beam, logprobs) in enumerate(zip(self.beams, found, strict=True))
+            for parent, (beam, logprobs) in enumerate(zip(self.beams, candidates, strict=True))
             for rank, (token, logprob) in enumerate(logprobs.top, 1)]
         continuations.sort(key=lambda beam: -beam.score)
         del continuations[num_beam_candidates(self.width, len(stop)) :]
@@ -65,137 +67,134 @@ class BeamSearch:
 
 
 @dataclass(slots=True)
-class _Running:
-    """A search under way: its choices, the requests of its beams and what has come for the next step."""
+class _ActiveSearch:
+    """A search with the ids of its choices and of its beams' requests, and the candidates of the next step so far."""
 
     search: BeamSearch
     choices: list[str]
     aborted: set[str] = field(default_factory=set)
     requests: list[str] = field(default_factory=list)
     num_requests: int = 0
-    found: dict[str, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[str, TokenLogprobs] = field(default_factory=dict)
     first: TokenDelta | None = None
 
 
 class BeamSearches:
-    """All searches of an engine: their choices outside, a request for each beam inside."""
+    """All searches of an engine. Users see a request for each choice, the scheduler one for each beam."""
 
     def __init__(self) -> None:
-        self._running: dict[str, _Running] = {}  # by the id of the first choice
-        self._owners: dict[str, str] = {}  # choices and requests inside -> first choice
+        self._searches: dict[str, _ActiveSearch] = {}  # by the id of the first choice
+        self._first_choices: dict[str, str] = {}  # by the ids of choices and beams
 
     def __bool__(self) -> bool:
-        return bool(self._running)
+        return bool(self._searches)
 
     def is_live(self, request_id: str) -> bool:
-        return request_id in self._owners
+        return request_id in self._first_choices
 
-    def add(self, request: EngineRequest) -> tuple[EngineRequest, int] | None:
-        """Begin a search with its first choice; the other choices follow.
+    def add_request(self, request: EngineRequest) -> tuple[EngineRequest, int] | None:
+        """Begin a search with its first choice, or add another choice to it.
 
         Returns:
-            The request of the first beam and the number of beams that it can become, for the scheduler.
+            For a new search, the request of the first beam and the maximum number of beams, for the scheduler.
         """
         if request.fork_of is not None:
-            running = self._running.get(request.fork_of)
-            if running is not None:
-                running.choices.append(request.request_id)
-                self._owners[request.request_id] = request.fork_of
+            active = self._searches.get(request.fork_of)
+            if active is not None:
+                active.choices.append(request.request_id)
+                self._first_choices[request.request_id] = request.fork_of
             return None
-        running = _Running(BeamSearch(request), [request.request_id])
-        self._running[request.request_id] = running
-        self._owners[request.request_id] = request.request_id
-        width = running.search.width
+        active = _ActiveSearch(BeamSearch(request), [request.request_id])
+        self._searches[request.request_id] = active
+        self._first_choices[request.request_id] = request.request_id
+        width = active.search.width
         params = SamplingParams(temperature=0, logprobs=num_beam_candidates(width, len(request.stop_token_ids)))
-        running.requests.append(self._new_request(running))
-        return replace(request, request_id=running.requests[0], params=params, seed=0, stop_token_ids=frozenset(),
+        active.requests.append(self._new_request(active))
+        return replace(request, request_id=active.requests[0], params=params, seed=0, stop_token_ids=frozenset(),
                        eos_token_ids=frozenset()), width
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[TokenDelta], list[str]]:
         """End the choices with these ids; a search without choices ends.
 
         Returns:
-            The last deltas of the choices, and requests for the scheduler to end.
+            The last deltas of the choices, and the beams for the scheduler to abort.
         """
-        deltas, inside = [], []
+        deltas, beams = [], []
         for request_id in dict.fromkeys(request_ids):
-            running = self._running.get(self._owners.get(request_id, ""))
-            if running is not None and request_id in running.choices and request_id not in running.aborted:
-                running.aborted.add(request_id)
+            active = self._searches.get(self._first_choices.get(request_id, ""))
+            if active is not None and request_id in active.choices and request_id not in active.aborted:
+                active.aborted.add(request_id)
                 deltas.append(TokenDelta(request_id, (), "abort"))
-                if len(running.aborted) == len(running.choices):
-                    inside += self._forget(running)
-        return deltas, inside
+                if len(active.aborted) == len(active.choices):
+                    beams += self._end_search(active)
+        return deltas, beams
 
-    def take(self, deltas: Iterable[TokenDelta]) -> tuple[list[TokenDelta], list[str], list[Branch]]:
-        """Sort deltas of the scheduler.
+    def process_deltas(self, deltas: Iterable[TokenDelta]) -> tuple[list[TokenDelta], list[str], list[Branch]]:
+        """Advance the searches by the scheduler's deltas.
 
         Returns:
-            Those for outside, requests for the scheduler to end, and then tokens with which others go on.
+            Deltas for users, beams for the scheduler to abort, and then the branches to resume with.
         """
-        outside: list[TokenDelta] = []
-        gone: list[str] = []
+        outputs: list[TokenDelta] = []
+        ended: list[str] = []
         branches: list[Branch] = []
         for delta in deltas:
-            running = self._running.get(self._owners.get(delta.request_id, ""))
-            if running is None:
-                if _INSIDE not in delta.request_id:
-                    outside.append(delta)
+            active = self._searches.get(self._first_choices.get(delta.request_id, ""))
+            if active is None:
+                if _BEAM not in delta.request_id:
+                    outputs.append(delta)
             elif delta.finish_reason == "error":
-                outside += [delta._replace(request_id=choice, token_ids=(), logprobs=()) for choice in running.choices
-                            if choice not in running.aborted]
-                gone += self._forget(running)
+                outputs += [delta._replace(request_id=choice, token_ids=(), logprobs=()) for choice in active.choices
+                            if choice not in active.aborted]
+                ended += self._end_search(active)
             else:
-                running.found[delta.request_id] = delta.logprobs[0]
-                running.first = running.first or delta
-                if len(running.found) < len(running.requests):
+                active.candidates[delta.request_id] = delta.logprobs[0]
+                active.first = active.first or delta
+                if len(active.candidates) < len(active.requests):
                     continue
-                running.search.advance([running.found.pop(request_id) for request_id in running.requests])
-                if running.search.beams:
-                    branches += self._branch(running, gone)
+                active.search.advance([active.candidates.pop(request_id) for request_id in active.requests])
+                if active.search.beams:
+                    branches += self._branch(active, ended)
                 else:
-                    outside += _results(running)
-                    gone += self._forget(running)
-        return outside, gone, branches
+                    outputs += _results(active)
+                    ended += self._end_search(active)
+        return outputs, ended, branches
 
-    def _branch(self, running: _Running, gone: list[str]) -> list[Branch]:
-        """How the requests go on as the search's beams; those without a beam are added to `gone`."""
-        before, unused = running.requests, set(running.requests)
+    def _branch(self, active: _ActiveSearch, ended: list[str]) -> list[Branch]:
+        """The branches that continue the search's beams; requests without a beam are added to `ended`."""
+        before, unused = active.requests, set(active.requests)
         branches = []
-        for beam in running.search.beams:
+        for beam in active.search.beams:
             parent = before[beam.parent]
-            child = parent if parent in unused else self._new_request(running)
+            child = parent if parent in unused else self._new_request(active)
             unused.discard(parent)
             branches.append(Branch(parent, child, beam.token_ids[-1]))
-        running.requests = [branch.child for branch in branches]
+        active.requests = [branch.child for branch in branches]
         for request_id in before:
             if request_id in unused:
-                del self._owners[request_id]
-                gone.append(request_id)
+                del self._first_choices[request_id]
+                ended.append(request_id)
         return branches
 
-    def _new_request(self, running: _Running) -> str:
-        request_id = f"{running.choices[0]}{_INSIDE}{running.num_requests}"
-        running.num_requests += 1
-        self._owners[request_id] = running.choices[0]
+    def _new_request(self, active: _ActiveSearch) -> str:
+        request_id = f"{active.choices[0]}{_BEAM}{active.num_requests}"
+        active.num_requests += 1
+        self._first_choices[request_id] = active.choices[0]
         return request_id
 
-    def _forget(self, running: _Running) -> list[str]:
-        for request_id in (*running.requests, *running.choices):
-            self._owners.pop(request_id, None)
-        del self._running[running.choices[0]]
-        return running.requests
+    def _end_search(self, active: _ActiveSearch) -> list[str]:
+        for request_id in (*active.requests, *active.choices):
+            self._first_choices.pop(request_id, None)
+        del self._searches[active.choices[0]]
+        return active.requests
 
 
-_INSIDE = "\0beam "
-
-
-def _results(running: _Running) -> list[TokenDelta]:
-    request, first = running.search.request, running.first
+def _results(active: _ActiveSearch) -> list[TokenDelta]:
+    request, first = active.search.request, active.first
     deltas = []
     assert first is not None
-    for choice, (_, beam) in zip(running.choices, running.search.results, strict=False):
-        if choice in running.aborted:
+    for choice, (_, beam) in zip(active.choices, active.search.results, strict=False):
+        if choice in active.aborted:
             continue
         last = beam.token_ids[-1]
         stopped = last in request.stop_token_ids

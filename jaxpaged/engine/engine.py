@@ -1,4 +1,4 @@
-"""The loop's one step: schedule, dispatch, take in what the step before has sampled."""
+"""The engine's step: schedule, dispatch, and process what the step before has sampled."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
 from jaxpaged.text.tokenizer import load_tokenizer
 
-_MASK_WAIT_SECONDS = 0.1  # then new requests and aborts are looked at again
+_MASK_WAIT_SECONDS = 0.1  # then new requests and aborts are processed
 
 
 def _silent(line: str) -> None:
@@ -40,11 +40,11 @@ class Engine:
         model: a model already in memory, in place of `config.model`.
 
     Attributes:
-        info: what it has settled on.
-        broken: a step has been left in the middle by an exception; nothing can go on from there.
+        info: sizes and choices made at start.
+        broken: an exception has interrupted a step; the engine cannot continue.
 
     Raises:
-        ConfigError, CheckpointError: with what to change.
+        ConfigError, CheckpointError: the message says what to change.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: its id is live already, or it can never fit.
+            RequestError: its id is already running, or it can never fit.
         """
         if self._scheduler.is_live(request.request_id) or self._beams.is_live(request.request_id):
             raise RequestError("a request with this id is already running", param="request_id")
@@ -98,7 +98,7 @@ class Engine:
             raise RequestError("the prompt has no tokens", param="prompt")
         self._context.resolve_max_tokens(len(request.prompt_token_ids), request.max_tokens)
         if request.params.use_beam_search:
-            first = self._beams.add(request)
+            first = self._beams.add_request(request)
             if first is not None:
                 self._scheduler.add_request(first[0], branches=first[1])
             return
@@ -111,19 +111,19 @@ class Engine:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; the next step delivers their last delta. Unknown ids are ignored."""
         request_ids = list(request_ids)
-        deltas, inside = self._beams.abort(request_ids)
+        deltas, beams = self._beams.abort(request_ids)
         self._undelivered += deltas + self._scheduler.abort(request_ids)
-        self._scheduler.abort(inside)
+        self._scheduler.abort(beams)
 
     def has_work(self) -> bool:
-        """Whether `step` would do or deliver anything."""
+        """Whether `step` has anything to do or to return."""
         return self._scheduler.has_unfinished() or self._in_flight is not None or bool(self._undelivered)
 
     def step(self) -> EngineOutputs:
         """Dispatch the next step, then wait for the one before it.
 
         Returns:
-            What the step before gave; nothing on the first call, since a step's ids arrive with the next one.
+            The outputs of the step before; none on the first call, since a step's ids arrive with the next one.
         """
         self.broken = True
         self._note_idle_device()
@@ -158,7 +158,7 @@ class Engine:
         )
 
     def pool_state(self) -> PoolState:
-        """What every KV block is used for now."""
+        """The current use of every KV block."""
         return PoolState(self._pool.state_codes(), self._host.num_used if self._host is not None else 0)
 
     def update_weights(self, params: Mapping[Any, Any]) -> None:
@@ -171,15 +171,15 @@ class Engine:
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Share nothing that has been computed so far with later requests."""
+        """Forget all cached blocks: later requests share nothing that has been computed so far."""
         self._scheduler.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Assert that the books on blocks, slots and queues agree."""
+        """Assert that the bookkeeping of blocks, slots and queues agrees."""
         self._scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Drop what is running and wait for the device, so that nothing uses the weights any more."""
+        """Drop all requests and wait for the device, so that nothing uses the weights any more."""
         self._scheduler.abort(self._scheduler.live_ids())
         self._structured_outputs.close()
         self._undelivered.clear()
@@ -206,27 +206,27 @@ class Engine:
                                       [rows.read() for rows in running.scored])
 
     def _with_beams(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Deltas for outside; those of beam searches say how their requests inside go on."""
+        """Advance the beam searches by the deltas of their beams; return the deltas of choices."""
         if not self._beams:
             return deltas
-        outside, gone, branches = self._beams.take(deltas)
-        self._scheduler.abort(gone)
+        outputs, ended, branches = self._beams.process_deltas(deltas)
+        self._scheduler.abort(ended)
         self._scheduler.resume(branches)
-        return outside
+        return outputs
 
     def _note_idle_device(self) -> None:
-        """Count the time in which the device had nothing although there was work."""
+        """Count the time in which the device was idle although there was work."""
         now = time.monotonic()
         if self._in_flight is None:
             self._busy_since = now
         elif self._in_flight.is_ready() and self._busy_since is not None:
-            # It may have been ready for part of this time only: an upper bound.
+            # An upper bound: it may have become ready during this time.
             idle = now - self._busy_since
             self._stats = dataclasses.replace(self._stats,
                                               device_idle_seconds=self._stats.device_idle_seconds + idle)
 
     def _next_seed(self) -> int:
-        """Entropy of the operating system, or a number from the engine's seed and the request's ordinal."""
+        """A random seed, or one derived from the engine's seed and the request's ordinal."""
         if self._seed is None:
             return secrets.randbits(64)
         self._num_seeded += 1

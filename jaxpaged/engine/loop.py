@@ -1,4 +1,4 @@
-"""Runs an engine for others: takes their messages in, sends one batch out per step."""
+"""Runs an engine: receives messages, and sends one batch of outputs per step."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -18,19 +18,19 @@ from jaxpaged.engine.engine import Engine
 
 
 class EngineCall:
-    """Something to do with the engine between two steps, by the thread that owns it; in one process alone."""
+    """A function to call with the engine between two steps, by the thread that owns it; within one process only."""
 
     def __init__(self, action: Callable[[Engine], Any]) -> None:
         self.result: Future[Any] = Future()
         self._action = action
 
     def run(self, engine: Engine) -> None:
-        """Do it, and tell who waits for the result; nothing if nobody does any more."""
+        """Call it and set the result, unless the caller has cancelled it."""
         if not self.result.set_running_or_notify_cancel():
             return
         try:
             self.result.set_result(self._action(engine))
-        except Exception as error:  # it is the caller's
+        except Exception as error:  # raised again in the caller
             self.result.set_exception(error)
 
 
@@ -43,8 +43,8 @@ def run_engine_loop(
     """Serve until a Shutdown message.
 
     Args:
-        receive: returns the messages that have come; waits for one if its argument is true.
-        send: takes each step's outputs.
+        receive: returns the messages that have arrived; waits for one if its argument is true.
+        send: called with each step's outputs.
     """
     while True:
         refused: list[TokenDelta] = []

@@ -1,1 +1,1 @@
-"""Who runs next and which blocks they own: pure Python, no JAX."""
+"""Which requests run next, and which KV blocks they use: pure Python, no JAX."""

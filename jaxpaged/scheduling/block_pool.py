@@ -115,7 +115,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def drop_cached(self, block: int) -> None:
-        """Forget the content of a block, which nobody can ask for any more."""
+        """Forget the content of a block, which no request can ask for any more."""
         self._uncache(block)
         if block in self._free_cached:
             del self._free_cached[block]

@@ -1,13 +1,14 @@
-"""Who is served first, who has to go when blocks or slots run out, and how much room stays free for growth.
+"""Which request is served first, which is preempted when blocks or slots run out, and how much room stays free.
 
-A policy decides four things and owns nothing: `queue_key` orders the waiting queue, `running_key` the running requests
-(the first gets tokens and blocks first, the last is the victim), `preempts` says whether a waiting request takes the
-place of the last running one, and `growth_blocks` how many blocks stay free for a running request before another is let
-in. It may learn from `finished`. Everything else (what fits, what is shared, that the first running request always goes
-on, that a request which does not fit is passed by a bounded number of others) is the scheduler's, whatever the policy.
+A policy decides four things and has no requests of its own: `queue_key` orders the waiting queue, `running_key` the
+running requests (the first gets tokens and blocks first, the last is the victim), `preempts` says whether a waiting
+request may preempt the last running one, and `growth_blocks` is the number of blocks that stay free for a running
+request when another is admitted. It may learn from `finished`. The scheduler decides everything else, whatever the
+policy: what fits, what is shared, that the first running request always continues, and that a request which does not
+fit is passed by a bounded number of others.
 
-Ageing is linear in the time of arrival, so that the order of two requests never changes: each is overtaken only by
-those that come within a bounded time after it, and nothing starves.
+Ageing is linear in the time of arrival, so that the order of two requests never changes: a request is overtaken only by
+those that arrive within a bounded time after it, and none starves.
 """
 
 from collections.abc import Callable
@@ -20,29 +21,29 @@ Key = tuple[float, ...]  # the smaller comes first; ends with `request.order`, s
 
 
 class Policy(Protocol):
-    """What the scheduler asks. Keys are asked once and kept: at most one call per change of state, none per step."""
+    """What the scheduler asks. A key is computed once per change of a request's state, never per step."""
 
     def queue_key(self, request: Request) -> Key:
-        """Place among the waiting; asked whenever the request begins to wait, after a preemption too."""
+        """Position among the waiting requests, computed when the request begins to wait, after a preemption too."""
 
     def running_key(self, request: Request) -> Key:
-        """Place among the running; asked when the request is let in.
+        """Position among the running requests, computed when the request is admitted.
 
-        Of two requests of equal priority the younger must have the larger key: the oldest is never its victim.
+        Of two requests of equal priority the newer must have the larger key: it never preempts the older.
         """
 
     def preempts(self, waiting: Request, running: Request) -> bool:
-        """Whether `waiting`, for which there is no slot or block, takes them from `running`, the victim in line."""
+        """Whether `waiting`, for which there is no slot or block, may preempt `running`, the last running request."""
 
     def growth_blocks(self, request: Request, block_size: int) -> int:
-        """Blocks that stay free for this running request's further tokens when others are let in."""
+        """Blocks that stay free for further tokens of this running request when others are admitted."""
 
     def finished(self, request: Request) -> None:
-        """A request has ended by itself: not aborted, not failed."""
+        """Learn from a request that has stopped or reached its length: not aborted, not failed."""
 
 
 class FcfsPolicy:
-    """First come, first served; the youngest goes first. One block each stays free for growth."""
+    """First come, first served; the newest is preempted first. One block each stays free for growth."""
 
     def queue_key(self, request: Request) -> Key:
         return (request.order,)
@@ -64,10 +65,10 @@ PRIORITY_AGEING_SECONDS = 60.0  # waiting that outweighs one level of priority
 
 
 class PriorityPolicy(FcfsPolicy):
-    """The more important first (the smaller number, as in vLLM), then by arrival; it takes a less important's place.
+    """By priority (the smaller number first, as in vLLM), then by arrival; preempts requests of lower priority.
 
-    A minute of waiting outweighs one level. An aged request is served before more important ones that came later, and
-    is safe from them once it runs, but takes nobody's place.
+    A minute of waiting outweighs one level. An aged request is served before requests of higher priority that arrived
+    later, and they do not preempt it, but it preempts no other.
     """
 
     def queue_key(self, request: Request) -> Key:
@@ -86,15 +87,15 @@ def _aged_priority(request: Request) -> float:
 
 
 class PredictedPolicy(FcfsPolicy):
-    """Shortest predicted remaining work first, and as many blocks kept free as the running will soon grow by.
+    """Shortest predicted remaining work first; blocks stay free for the predicted growth of the running requests.
 
-    Work is counted in steps: one for each token to come, and a share of one for each token to process before. Lengths
+    Work is counted in steps: one for each token to generate, and a share of one for each token to prefill. Lengths
     are predicted from the requests that have finished lately (`LengthPredictor`).
 
     Args:
         ageing_rate: tokens of predicted work that a second of waiting outweighs.
-        quantile: of the predicted length, for the blocks to keep free; 0 to 1.
-        horizon: tokens of growth to keep blocks free for; those that run on longer will find the blocks of others.
+        quantile: of the predicted length, for the blocks that stay free; 0 to 1.
+        horizon: maximum growth in tokens that blocks stay free for; by then other requests have freed theirs.
     """
 
     def __init__(self, *, ageing_rate: float = 10.0, quantile: float = 0.5, horizon: int = 32) -> None:
@@ -109,7 +110,7 @@ class PredictedPolicy(FcfsPolicy):
         return (prefill + left + request.message.arrival_time * self._ageing_rate, request.order)
 
     def growth_blocks(self, request: Request, block_size: int) -> int:
-        if request.num_tokens >= request.predicted_length:  # not asked yet, or it goes on for longer than was thought
+        if request.num_tokens >= request.predicted_length:  # not predicted yet, or longer than predicted
             left = self._predictor.remaining(request.message, request.num_output_tokens, self._quantile)
             request.predicted_length = request.num_tokens + left
         tokens = request.num_tokens + min(request.predicted_length - request.num_tokens, self._horizon)

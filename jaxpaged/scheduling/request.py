@@ -22,7 +22,7 @@ class StructuredOutputMatcher(Protocol):
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is; everything from FINISHED_STOPPED on is an end."""
+    """State of a request; everything from FINISHED_STOPPED on is finished."""
 
     WAITING = 0
     RUNNING = 1
@@ -48,35 +48,34 @@ class Family:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request's tokens and what it owns.
+    """A request's tokens, slot and blocks.
 
     Attributes:
-        order: arrival number; the smaller is never preempted for the larger.
-        token_ids: prompt and output known on the host.
-        num_prompt_tokens: tokens of the prompt.
-        max_length: most tokens that it can have; of a member of a family, until it is resumed.
-        num_computed_tokens: tokens whose keys and values are written or will be by a dispatched step.
+        order: arrival number; a request is never preempted for one with a larger number.
+        token_ids: prompt and output tokens known on the host.
+        max_length: maximum number of tokens; for a member of a family, until it is resumed.
+        num_computed_tokens: tokens whose keys and values are written, or will be by a dispatched step.
         num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
-        block_table: blocks in order of position; only ever appended to while RUNNING.
-        predicted_length: tokens that a policy expects it to have in the end; 0 where none does.
+        block_table: blocks in order of position; only appended to while RUNNING.
+        predicted_length: number of tokens that the policy expects at the end; 0 without a prediction.
         slot: index of its device-side state while RUNNING, else -1.
-        new_in_slot: no chunk has been made since it got its slot.
-        block_hashes: prefix-cache keys of its first full blocks, as far as anybody has asked.
-        num_cached_blocks: blocks of the table whose content the prefix cache has been told.
-        shares_tail: its last block, which is not full, may have other owners: it is copied before it is written.
-        table_changed: blocks before the end of its table have changed since the device was told.
+        new_in_slot: it has no chunk yet since it got its slot.
+        block_hashes: hashes of its first full blocks, as far as they have been needed.
+        num_cached_blocks: blocks of the table, from the first on, whose content is cached.
+        shares_tail: its last block, which is not full, may have other references: it is copied before it is written.
+        table_changed: blocks before the end of its table have changed since the last chunk.
         leader: the running or waiting request that computes the prompt for this one, too.
-        forks: those for which this one computes the prompt.
-        family: those that it is forked from, or that are from it; it is then paused after each token.
+        forks: requests for which this one computes the prompt.
+        family: the requests it is forked with token by token; it is then paused after each token.
         paused: its next logits are computed, and it awaits a branch: the token to continue with.
-        pinned_hashes: keys of blocks that host memory keeps for it until it runs again.
-        num_cached_tokens: prompt tokens that the prefix cache spared it when it was first let in.
-        num_passed: times that a request behind it in the queue was let in because it did not fit itself.
-        full_sampling: whether its rows need the full variant of the sampler.
-        scored: whether more is wanted of its prompt than keys and values: log probabilities, or an embedding.
+        pinned_hashes: hashes of blocks that host memory keeps for it until it runs again.
+        num_cached_tokens: prompt tokens that were cached when it was first admitted.
+        num_passed: number of requests that were admitted past it because it did not fit.
+        full_sampling: its rows need the full variant of the sampler.
+        scored: its prompt needs log probabilities or an embedding.
         matcher: which tokens may come next; None where all may.
-        pooled: of an embedding, as far as its prompt is computed: the sum over the tokens, or the last one's.
-        prompt_logprobs: of its prompt tokens but the first, as far as they are there and nobody has been told.
+        pooled: embedding of the computed part of the prompt: the sum over the tokens, or that of the last one.
+        prompt_logprobs: of the prompt tokens but the first, as far as they are computed and not returned yet.
     """
 
     message: EngineRequest
@@ -115,8 +114,8 @@ class Request:
         self.request_id = self.message.request_id
         self.token_ids = list(self.message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        most = max(self.message.max_tokens, 1) if self.family is None else 1  # of a prompt alone one is dropped
-        self.max_length = self.num_prompt_tokens + most
+        # With max_tokens 0 a token is sampled all the same, and dropped.
+        self.max_length = self.num_prompt_tokens + (max(self.message.max_tokens, 1) if self.family is None else 1)
         self.full_sampling = self.message.params.full_sampling or self.matcher is not None
         self.scored = self.message.params.prompt_logprobs is not None or self.message.pooling is not None
 
@@ -126,13 +125,13 @@ class Request:
         self.max_length = len(self.token_ids) + 1
         self.paused = False
 
-    def pool(self, start: int, values: list[float]) -> None:
-        """Take in what the prompt's tokens from `start` on add to the embedding; a preempted prompt begins anew."""
+    def pool_tokens(self, start: int, values: list[float]) -> None:
+        """Add prompt tokens from `start` on to the embedding; a preempted prompt starts again at 0."""
         add = self.message.pooling == "mean" and start > 0
         self.pooled = [old + new for old, new in zip(self.pooled, values, strict=True)] if add else values
 
     def embedding(self) -> tuple[float, ...]:
-        """The embedding of a prompt that is computed."""
+        """The embedding of the computed prompt."""
         count = self.num_prompt_tokens if self.message.pooling == "mean" else 1
         return tuple(value / count for value in self.pooled)
 
@@ -148,7 +147,7 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that a step could process now; none once the last token is on its way."""
+        """Tokens that a step can compute now; none once the last token is being sampled."""
         tokens = len(self.token_ids) + self.num_pending
         if self.matcher is not None and tokens < self.max_length and (self.num_pending or self._lacks_mask):
             return max(0, len(self.token_ids) - 1 - self.num_computed_tokens)  # all but the token that samples
@@ -156,7 +155,7 @@ class Request:
 
     @property
     def _lacks_mask(self) -> bool:
-        """Whether its next draw, which is also that of its forks, has to wait for a mask."""
+        """Whether sampling its next token, and the first ones of its forks, has to wait for a mask."""
         return any(request.matcher is not None and not request.matcher.ready for request in (self, *self.forks))
 
     @property

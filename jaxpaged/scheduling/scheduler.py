@@ -1,11 +1,11 @@
 """Decides which tokens each step computes.
 
-There is no prefill and no decode: a request has tokens, some of them are computed, and every step spends its token
-budget on the difference. Chunked prefill, prefix hits and recomputation after preemption follow from that. The
-scheduler runs one step ahead of the ids it has seen: a dispatched step that samples counts as one assumed token.
+There is no prefill phase and no decode phase: a request has tokens, some of them are computed, and every step spends
+its token budget on the difference. Chunked prefill, prefix hits and recomputation after preemption follow from that.
+The scheduler runs one step ahead of the ids it has seen: a dispatched step that samples counts as one assumed token.
 
-A step first goes on with every running request that lacks one token; what is left of the budget goes to prompts. One
-that would take all of it leaves half to shorter ones, so that neither do they wait for a long prompt nor it for them.
+A step first continues every running request that lacks one token; the rest of the budget goes to prompts. A prompt that
+would use all of it leaves half to shorter ones, so that neither waits for the other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,17 +37,16 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 
 class Scheduler:
-    """Serves requests in the order of a policy over slots, blocks and a token budget.
+    """Serves requests in the order of a policy, within the slots, the blocks and a token budget.
 
     Args:
-        pool: the pool's blocks.
         block_size: tokens in a block.
-        max_num_seqs: slots.
+        max_num_seqs: number of slots.
         max_num_batched_tokens: token budget of a step.
         step_sizes: ascending numbers of tokens that a step can have after padding.
-        policy: who comes first and who has to go; first come, first served if not given.
-        prefix_caching: share the blocks of equal beginnings.
-        host: books on host memory for evicted blocks, if there is any.
+        policy: the order of requests and of preemption; first come, first served by default.
+        prefix_caching: share the blocks of equal prefixes.
+        host: host memory for evicted blocks, if there is any.
         swap: host memory keeps what a preempted request has computed, until it runs again.
     """
 
@@ -101,7 +100,7 @@ class Scheduler:
         """
         assert message.request_id not in self._queues.live, f"request id {message.request_id} is already live"
         needed = self._kv.blocks_for(len(message.prompt_token_ids) + message.max_tokens)
-        assert needed <= self._pool.num_usable, f"{needed} blocks can never be had"
+        assert needed <= self._pool.num_usable, f"{needed} blocks are more than the pool has"
         first, self._num_arrived = self._num_arrived, self._num_arrived + max(branches, 1)
         if branches:
             self._queues.add_request(self._families.add_family(message, range(first, self._num_arrived)))
@@ -111,7 +110,7 @@ class Scheduler:
         self._queues.add_request(request, leader if leader is not None and leader.num_output_tokens == 0 else None)
 
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
-        """Plan the next step and take what it needs; empty when nothing can run now."""
+        """Plan the next step and allocate what it needs; empty when nothing can run now."""
         self._families.take_turns()
         return self._planner.plan_step(now)
 
@@ -119,24 +118,25 @@ class Scheduler:
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
         prompts: Sequence[PromptLogprobs | PooledTokens] = (),
     ) -> list[TokenDelta]:
-        """Take in what a step sampled, in the order of its sampling chunks; finish what has ended.
+        """Process what a step has sampled, and finish the requests that end with it.
 
         Args:
-            logprobs: of the sampled ids, None for those whose requests want none.
-            prompts: of the chunks whose requests want log probabilities of their prompts, or embeddings.
+            sampled: token ids in the order of the chunks that sample, or FAILED_TOKEN or NO_TOKEN_LEFT.
+            logprobs: of the sampled ids, None for requests without log probabilities.
+            prompts: prompt log probabilities and pooled hidden states of the requests that want them.
         """
         deltas = []
-        for found in prompts:
-            if isinstance(found, PooledTokens):
-                found.request.pool(found.start, found.values)
+        for values in prompts:
+            if isinstance(values, PooledTokens):
+                values.request.pool_tokens(values.start, values.values)
                 continue
-            del found.request.prompt_logprobs[found.start :]  # a prompt that was preempted began anew
-            found.request.prompt_logprobs += found.values
+            del values.request.prompt_logprobs[values.start :]  # a preempted prompt starts again
+            values.request.prompt_logprobs += values.values
         ended = RequestStatus.FINISHED_STOPPED
         requests = [chunk.request for chunk in step.chunks if chunk.samples]
         for request, token, logprob in zip(requests, sampled, logprobs or [None] * len(requests), strict=True):
             if request.status >= ended:
-                continue  # it ended while this step was already running: the row is ignored
+                continue  # it ended while this step was running: the row is ignored
             request.num_pending -= 1
             if token < 0:
                 deltas.append(self._end_without_token(request, token))
@@ -180,7 +180,7 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> tuple[int, int]:
-        """Blocks that went to host memory, and blocks that came back."""
+        """Blocks saved to host memory, and blocks loaded from it."""
         return self._kv.num_saved, self._kv.num_loaded
 
     def is_live(self, request_id: str) -> bool:
@@ -190,7 +190,7 @@ class Scheduler:
         return list(self._queues.live)
 
     def kv_slots(self) -> tuple[int, int]:
-        """KV slots held by requests, shared ones once, and how many of them are empty.
+        """KV slots that requests hold, shared ones once, and the number of empty ones among them.
 
         A slot reserved for a step in flight counts as filled.
         """
@@ -210,7 +210,7 @@ class Scheduler:
                 return self._finish(request, RequestStatus.FINISHED_ERROR,
                                     error="what structured_outputs asks for could not be computed")
             return self._finish(request, RequestStatus.FINISHED_STOPPED)
-        assert token == FAILED_TOKEN, f"the sampler gave {token}"
+        assert token == FAILED_TOKEN, f"the sampler returned {token}"
         return self._finish(request, RequestStatus.FINISHED_ERROR,
                             error="the model produced logits that are not finite")
 
@@ -221,9 +221,9 @@ class Scheduler:
             return self._finish(request, RequestStatus.FINISHED_STOPPED, (token,), reason)
         length = len(request.token_ids)
         if length >= request.max_length:
-            shown = (token,) if message.max_tokens else ()  # of a prompt alone nothing but the end is told
+            shown = (token,) if message.max_tokens else ()  # with max_tokens 0 the sampled token is dropped
             return self._finish(request, RequestStatus.FINISHED_LENGTH, shown)
-        # As `_delta` gives it: hundreds are made per step.
+        # Made here, and not as in `_finish`, because it happens hundreds of times per step.
         return TokenDelta(request.request_id, (token,), None, None, request.num_cached_tokens, request.num_preemptions,
                           request.scheduled_time if length == request.num_prompt_tokens + 1 else None)
 
@@ -243,16 +243,6 @@ class Scheduler:
         request.status = status
         if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
             self._policy.finished(request)
-        return _delta(request, token_ids, FINISH_REASONS[status], stop_reason, error)
-
-
-def _delta(
-    request: Request,
-    token_ids: tuple[int, ...],
-    finish_reason: FinishReason | None = None,
-    stop_reason: int | None = None,
-    error: str | None = None,
-) -> TokenDelta:
-    first = bool(token_ids) and len(request.token_ids) == request.num_prompt_tokens + len(token_ids)
-    return TokenDelta(request.request_id, token_ids, finish_reason, stop_reason, request.num_cached_tokens,
-                      request.num_preemptions, request.scheduled_time if first else None, error)
+        first = bool(token_ids) and len(request.token_ids) == request.num_prompt_tokens + len(token_ids)
+        return TokenDelta(request.request_id, token_ids, FINISH_REASONS[status], stop_reason, request.num_cached_tokens,
+                          request.num_preemptions, request.scheduled_time if first else None, error)

@@ -1,4 +1,4 @@
-"""What the scheduler hands to those who run a step, and what they hand back."""
+"""What the scheduler asks the model runner to compute, and what the runner returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,24 +8,24 @@ from jaxpaged.core.messages import TokenLogprobs
 from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, Transfers
 from jaxpaged.scheduling.request import Request
 
-FAILED_TOKEN = -1  # what the sampler returns for a row whose logits are not finite
-NO_TOKEN_LEFT = -2  # and for one where everything is forbidden
+FAILED_TOKEN = -1  # sampled where the logits are not finite
+NO_TOKEN_LEFT = -2  # sampled where no token is allowed
 
 
 class ScheduledChunk(NamedTuple):
     """Consecutive tokens of one request in one step.
 
     Attributes:
-        slot: the request's slot; kept here because a finished request loses it while the step runs.
+        slot: the request's slot; a copy, since a finished request loses its slot while the step runs.
         start: position of the first token.
-        token_ids: ids of the chunk; one that is still in flight is missing at the end.
-        num_tokens: length of the chunk.
+        token_ids: ids of the chunk; the last one is missing while it is still in flight.
+        num_tokens: number of tokens in the chunk.
         samples: whether the step samples the token after the chunk's last.
-        blocks: the block of each position in the chunk that begins a block, in order.
-        admit: the chunk is the first since the request got its slot.
-        table: all blocks of the request where the slot's columns before `start` have to be written, else empty.
+        blocks: the blocks that begin within the chunk, in order.
+        admit: it is the first chunk since the request got its slot.
+        table: all blocks of the request if the slot's table before `start` has to be written, else empty.
 
-    A chunk without tokens samples once more after the row that the chunk before it samples after.
+    A chunk without tokens samples another token from the last row of the chunk before it.
     """
 
     request: Request
@@ -40,7 +40,7 @@ class ScheduledChunk(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log probabilities of the prompt tokens behind the one at `start`."""
+    """Log probabilities of the prompt tokens after the one at `start`."""
 
     request: Request
     start: int
@@ -48,7 +48,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class PooledTokens(NamedTuple):
-    """What an embedding gains from prompt tokens from the one at `start` on: their sum, or the last of them."""
+    """Hidden states of prompt tokens from `start` on, pooled for an embedding: their sum, or the last one."""
 
     request: Request
     start: int
@@ -57,7 +57,7 @@ class PooledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: its chunks, how many tokens they hold, and which blocks have to be moved before it."""
+    """One step: its chunks, their number of tokens, and the blocks to move before it."""
 
     chunks: tuple[ScheduledChunk, ...]
     num_tokens: int
@@ -69,7 +69,7 @@ class SchedulerOutput:
 
     @property
     def kind(self) -> str:
-        """decode, prefill or mixed, as the metrics call it."""
+        """decode, prefill or mixed: the label in the metrics."""
         counts = {chunk.num_tokens for chunk in self.chunks}
         if max(counts) == 1:
             return "decode"
