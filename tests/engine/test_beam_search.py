@@ -51,7 +51,7 @@ def check(llm: LLM, model: "ReferenceModel", prompts: Sequence[Sequence[int]], w
             assert choice.cumulative_logprob is not None
             ours = choice.cumulative_logprob / len(choice.token_ids) ** more.get("length_penalty", 1.0)
             assert ours == pytest.approx(score, abs=1e-3), "a beam with another score"
-            if list(choice.token_ids) != ids:  # two beams of the same score may change places
+            if list(choice.token_ids) != ids:  # two beams of the same score may be swapped
                 assert any(abs(score - other) < 1e-3 and list(choice.token_ids) == beam for beam, other in wanted)
             ended = eos is not None and choice.token_ids[-1] in eos
             assert choice.finish_reason == ("stop" if ended else "length")

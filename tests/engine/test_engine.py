@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass
 class Result:
-    """What a request gave."""
+    """What a request returned."""
 
     ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -67,13 +67,13 @@ def request(name: str, prompt: Sequence[int], max_tokens: int = 12, params: Samp
 def take(results: dict[str, Result], outputs: EngineOutputs) -> None:
     for delta in outputs.deltas:
         result = results.setdefault(delta.request_id, Result())
-        assert result.finish_reason is None, "news of a request that has ended"
+        assert result.finish_reason is None, "output of a request that has ended"
         result.ids += delta.token_ids
         result.finish_reason, result.stop_reason, result.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
 def finish(engine: Engine, results: dict[str, Result] | None = None) -> dict[str, Result]:
-    """Run until nothing is left, with the books checked after every step."""
+    """Run until nothing is left, with the bookkeeping checked after every step."""
     results = {} if results is None else results
     while engine.has_work():
         take(results, engine.step())
@@ -126,7 +126,7 @@ def few_blocks(make_engine: MakeEngine) -> Engine:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_greedy_ids_are_the_same_however_requests_are_run(make_engine: MakeEngine, name: str) -> None:
+def test_greedy_ids_do_not_depend_on_scheduling(make_engine: MakeEngine, name: str) -> None:
     """In a batch, alone, in chunks of every size, and with blocks taken away on the way."""
     engine = make_engine(**ENGINES[name])
     check_greedy(BATCH, run(engine, BATCH))
@@ -162,7 +162,7 @@ SAMPLED = [
 ]
 
 
-def test_seeded_draws_are_the_same_alone_in_a_batch_and_after_preemption(engine: Engine, few_blocks: Engine) -> None:
+def test_seeded_samples_are_the_same_alone_in_a_batch_and_after_preemption(engine: Engine, few_blocks: Engine) -> None:
     wanted = run(engine, SAMPLED)
     assert len({tuple(result.ids) for result in wanted.values()}) == len(SAMPLED)
     assert run(engine, SAMPLED[::-1]) == wanted
@@ -173,7 +173,7 @@ def test_seeded_draws_are_the_same_alone_in_a_batch_and_after_preemption(engine:
     assert few_blocks.stats().num_preemptions > before
 
 
-def test_a_draw_without_a_seed_is_repeatable_only_with_the_engines(make_engine: MakeEngine, engine: Engine) -> None:
+def test_samples_without_a_seed_are_repeatable_only_with_the_engines(make_engine: MakeEngine, engine: Engine) -> None:
     items = [request(name, [1, 2, 3], 10, SamplingParams()) for name in "ab"]
     first, second = (run(make_engine(seed=7), items) for _ in range(2))
     assert first == second and first["a"].ids != first["b"].ids
@@ -202,7 +202,7 @@ def test_stop_ids(engine: Engine) -> None:
         assert results[item.request_id] == Result(ids[: ids.index(stop) + 1], "stop", reason)
 
 
-def test_the_first_step_gives_nothing_and_each_later_one_the_ids_of_the_step_before(engine: Engine) -> None:
+def test_the_first_step_returns_nothing_and_each_later_one_the_ids_of_the_step_before(engine: Engine) -> None:
     engine.add_request(request("r", [1, 2, 3], 3))
     assert engine.step().deltas == ()
     for _ in range(3):
@@ -271,19 +271,19 @@ def without_bad_id(prompt: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_k=5, top_p=0.9)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("place", [0, 20, 39])
+@pytest.mark.parametrize("position", [0, 20, 39])
 def test_logits_that_are_not_finite_fail_only_their_own_request(poisoned: Engine, params: SamplingParams,
-                                                                place: int) -> None:
+                                                                position: int) -> None:
     good = [request(f"good {length}", without_bad_id(random_prompt(length, length)), 10) for length in (5, 30, 17)]
     prompt = without_bad_id(random_prompt(40, 1))
-    prompt[place] = BAD_ID
+    prompt[position] = BAD_ID
     results = run(poisoned, [good[0], request("bad", prompt, 10, params), *good[1:]])
     assert results["bad"].finish_reason == "error" and not results["bad"].ids
     assert "not finite" in str(results["bad"].error)
     check_greedy(good, results)
 
 
-def test_blocks_that_held_what_is_not_a_number_can_be_used_again(poisoned: Engine) -> None:
+def test_blocks_that_held_nan_can_be_used_again(poisoned: Engine) -> None:
     for round_ in range(3):
         bad = [request(f"bad {number}", [BAD_ID] * 60, 2) for number in range(4)]
         assert {result.finish_reason for result in run(poisoned, bad).values()} == {"error"}
@@ -293,7 +293,7 @@ def test_blocks_that_held_what_is_not_a_number_can_be_used_again(poisoned: Engin
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 9])
-def test_an_aborted_request_is_gone_at_once_and_the_others_go_on(engine: Engine, steps: int) -> None:
+def test_an_aborted_request_ends_at_once_and_the_others_continue(engine: Engine, steps: int) -> None:
     """Queued, between prefill chunks, with a token in flight, and decoding."""
     for item in BATCH:
         engine.add_request(item)
@@ -322,7 +322,7 @@ def test_aborting_everything_leaves_nothing(engine: Engine) -> None:
     assert Counter(result.finish_reason for result in finish(engine).values()) == {"abort": len(BATCH)}
 
 
-def test_what_can_never_fit_is_refused_and_the_rest_is_served(few_blocks: Engine) -> None:
+def test_a_request_that_can_never_fit_is_refused_and_the_rest_are_served(few_blocks: Engine) -> None:
     capacity = 9 * 16
     assert few_blocks.info.max_model_len == CONTEXT < capacity
     few_blocks.add_request(BATCH[0])
@@ -353,7 +353,7 @@ def test_a_pool_smaller_than_the_context_lowers_it_and_says_so(model_path: Path)
     engine.shutdown()
 
 
-def test_the_loop_serves_messages_and_answers_what_it_refuses(engine: Engine) -> None:
+def test_the_loop_serves_messages_and_reports_refused_requests(engine: Engine) -> None:
     """Batches of messages in, one batch of outputs per step out; a refused request gets an answer, too."""
     batches: list[list[Any]] = [
         [BATCH[0], BATCH[0], request("large", [1] * 100, 100)], [], [BATCH[6], AbortRequests(("unknown",))],
@@ -382,7 +382,7 @@ def test_the_loop_serves_messages_and_answers_what_it_refuses(engine: Engine) ->
     assert waits[0] and waits[-1] and not any(waits[1:-1]), "it waits only when there is nothing to do"
 
 
-def test_shutting_down_with_work_under_way(make_engine: MakeEngine) -> None:
+def test_shutting_down_with_running_requests(make_engine: MakeEngine) -> None:
     engine = make_engine()
     for item in BATCH:
         engine.add_request(item)
@@ -442,7 +442,7 @@ def test_nothing_compiles_once_the_engine_is_ready(make_engine: MakeEngine) -> N
         assert seen.count == ready
 
 
-def test_eager_engines_compile_what_they_meet_and_no_more(make_engine: MakeEngine) -> None:
+def test_eager_engines_compile_only_what_they_need(make_engine: MakeEngine) -> None:
     engine = make_engine(enforce_eager=True, enable_prefix_caching=False)
     assert engine.stats().compilations == 0
     check_greedy(BATCH[:1], run(engine, BATCH[:1]))
@@ -511,14 +511,14 @@ def test_the_compiled_step_updates_the_pools_in_place(size: int, native: bool, n
 def test_the_pools_stay_where_they_are(engine: Engine) -> None:
     """No step moves them, and the ones before a step are used up by it."""
     pools = jax.tree.leaves(engine._runner._pools)
-    places = [pool.unsafe_buffer_pointer() for pool in pools]
+    addresses = [pool.unsafe_buffer_pointer() for pool in pools]
     run(engine, BATCH + SAMPLED)
     assert all(pool.is_deleted() for pool in pools)
-    assert [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(engine._runner._pools)] == places
+    assert [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(engine._runner._pools)] == addresses
 
 
 def test_no_host_buffer_is_written_under_a_running_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each dispatch gets memory of its own, frozen; once its step is collected nobody reads it any more."""
+    """Each dispatch gets memory of its own, frozen; once its step is collected it is not read any more."""
     buffers: list[np.ndarray] = []
 
     def keep(*args: Any, **more: Any) -> np.ndarray:

@@ -93,14 +93,14 @@ def test_shared_blocks_are_held_once(engine: Engine) -> None:
 
 
 def test_beams_share_their_blocks_without_a_prefix_cache(make_engine: MakeEngine) -> None:
-    """Nothing is computed twice; a block that is not full has several owners until one of them writes to it."""
+    """Nothing is computed twice; a block that is not full has several references until a beam writes to it."""
     engine = make_engine(enable_prefix_caching=False, num_gpu_blocks_override=65)
     params = replace(SAMPLED, n=3, use_beam_search=True)
     item = EngineRequest("r", tuple(random_prompt(40, 3)), params, 8)
     plain = EngineRequest("beside", tuple(random_prompt(5, 4)), SAMPLED, 30, seed=5)
     engine.add_request(item)
     engine.add_request(plain)
-    computed, most, partial = 0, 0, False
+    computed, max_used, partial = 0, 0, False
     steps = 0
     ended: dict[str, int] = {}
     while engine.has_work():
@@ -109,11 +109,11 @@ def test_beams_share_their_blocks_without_a_prefix_cache(make_engine: MakeEngine
         engine.check_integrity()
         computed += sum(outputs.stats.step_tokens)
         ended |= {delta.request_id: steps for delta in outputs.deltas if delta.finish_reason}
-        most = max(most, outputs.stats.blocks_used)
+        max_used = max(max_used, outputs.stats.blocks_used)
         partial |= any(engine._pool.ref_count(block) > 1 for request in engine._scheduler._queues.running
                        for block in request.block_table[-1:] if request.num_computed_tokens % 16)
     assert computed == 40 + 7 * 3 + 5 + 29
-    assert most <= 2 + 3 + 3 and partial
+    assert max_used <= 2 + 3 + 3 and partial
     assert ended["beside"] <= 32, "it waits for the search"
 
 

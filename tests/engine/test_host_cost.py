@@ -44,7 +44,7 @@ def busy_scheduler(running: int, waiting: int, policy: str, *, slots: int) -> Sc
     for first, last, length in ((0, running, 20), (running, running + waiting, 16 * running + 32)):
         for number in range(first, last):
             scheduler.add_request(EngineRequest(f"r{number}", (number, *range(1, length)), SamplingParams(), 12))
-        for _ in range(running // 64 + 1):  # not all are let in in one step
+        for _ in range(running // 64 + 1):  # not all are admitted in one step
             step = scheduler.schedule()
             scheduler.update_from_output(step, [0] * step.num_sampled)
     assert (scheduler.num_running, scheduler.num_waiting) == (running, waiting)
@@ -52,7 +52,7 @@ def busy_scheduler(running: int, waiting: int, policy: str, *, slots: int) -> Sc
 
 
 def step_calls(scheduler: Scheduler) -> int:
-    """Calls of one step: schedule, build, take in what it gave."""
+    """Calls of one step: schedule, build, process what it sampled."""
     step: list[SchedulerOutput] = []
     running = scheduler.num_running
 
@@ -75,13 +75,13 @@ def test_a_step_costs_in_proportion_to_the_running(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [64, 80], ids=["no free slot", "no free block"])
-def test_a_step_costs_the_same_however_many_wait(policy: str, slots: int) -> None:
+def test_a_step_costs_the_same_with_any_number_waiting(policy: str, slots: int) -> None:
     few, many, more = (step_calls(busy_scheduler(64, waiting, policy, slots=slots)) for waiting in (128, 1024, 4096))
     assert more <= many + 20 and many <= few + 20
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_coming_and_going_costs_the_same_however_many_wait(policy: str) -> None:
+def test_arrivals_and_aborts_cost_the_same_with_any_number_waiting(policy: str) -> None:
     def turnover(waiting: int) -> int:
         scheduler = busy_scheduler(4, waiting, policy, slots=4)
         message = EngineRequest("late", (1, 2), SamplingParams(), 5)
@@ -96,7 +96,7 @@ def test_coming_and_going_costs_the_same_however_many_wait(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_adding_one_costs_the_same_however_many_wait(policy: str) -> None:
+def test_adding_a_request_costs_the_same_with_any_number_waiting(policy: str) -> None:
     """In calls, and in what it leaves for the garbage collector to walk through: each object once per generation."""
     def adding(waiting: int) -> tuple[int, int]:
         scheduler = busy_scheduler(4, waiting, policy, slots=4)

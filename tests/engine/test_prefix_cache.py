@@ -27,7 +27,7 @@ def request(name: str, prompt: Sequence[int], max_tokens: int = 8, **more: Any) 
 
 
 class Served:
-    """What requests gave, how much of each prompt was cached, and how many tokens were computed for all of them."""
+    """What requests returned, the cached tokens of each prompt, and the number of tokens computed for all of them."""
 
     def __init__(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
         self.ids: dict[str, list[int]] = {item.request_id: [] for item in requests}
@@ -81,7 +81,7 @@ def test_hashes_are_equal_where_all_tokens_so_far_and_the_salts_are(
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48, 49])
-def test_a_prompt_that_is_cached_already_gives_the_same(engine: Engine, length: int) -> None:
+def test_a_cached_prompt_generates_the_same_tokens(engine: Engine, length: int) -> None:
     """At and around block borders; its last token is always computed again."""
     prompt = random_prompt(length, length)
     first, second = (Served(engine, [request("r", prompt)]) for _ in range(2))
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_cached_already_gives_the_same(engine: Engine, length: 
     assert first.ids == second.ids
 
 
-def test_requests_that_come_together_compute_their_common_beginning_once(engine: Engine) -> None:
+def test_requests_that_arrive_together_compute_their_common_prefix_once(engine: Engine) -> None:
     """Though it takes several steps to compute it."""
     common = random_prompt(64, 1)
     requests = [request(f"r{number}", common + random_prompt(5, 10 + number)) for number in range(6)]
@@ -133,7 +133,7 @@ def test_after_a_reset_nothing_is_cached(engine: Engine) -> None:
     assert Served(engine, [request("r", prompt)]).cached["r"] == 0
 
 
-def test_a_reset_under_way_disturbs_nobody(engine: Engine) -> None:
+def test_a_reset_does_not_disturb_running_requests(engine: Engine) -> None:
     prompt = random_prompt(40, 7)
     engine.add_request(request("running", prompt, 20))
     engine.add_request(request("waiting", prompt, 20))
@@ -166,7 +166,7 @@ def test_a_pool_too_small_for_all_prefixes(make_engine: MakeEngine) -> None:
     assert engine.stats().num_preemptions > 0
 
 
-def test_without_prefix_caching_nothing_is_kept(make_engine: MakeEngine) -> None:
+def test_without_prefix_caching_nothing_is_cached(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=False)
     prompt = random_prompt(40, 9)
     for _ in range(2):
@@ -183,7 +183,7 @@ def harness(**changes: Any) -> Harness:
     return Harness(**usual | changes)
 
 
-def test_a_follower_waits_for_the_leader_and_keeps_nobody_waiting() -> None:
+def test_a_follower_waits_for_the_leader_and_blocks_no_other_request() -> None:
     run = harness(budget=64)
     common = [token % 16 for token in range(7, 307)]
     leader, follower = run.add(common, 2), run.add([*common[:296], 1, 2], 2)
@@ -197,7 +197,7 @@ def test_a_follower_waits_for_the_leader_and_keeps_nobody_waiting() -> None:
     run.drain()
 
 
-def test_a_follower_goes_on_alone_if_its_leader_goes() -> None:
+def test_a_follower_runs_alone_if_its_leader_is_aborted() -> None:
     run = harness(budget=64)
     common = [token % 16 for token in range(7, 307)]
     leader, follower = run.add(common, 2), run.add(common, 2)
@@ -208,7 +208,7 @@ def test_a_follower_goes_on_alone_if_its_leader_goes() -> None:
     run.drain()
 
 
-def test_a_short_common_beginning_makes_nobody_wait() -> None:
+def test_a_short_common_prefix_is_not_waited_for() -> None:
     """It is shared within one step."""
     run = harness(budget=64)
     names = [run.add([1, 2, 3, 4, 5, 6, 7, 8, number, 9, 10], 2) for number in range(5)]
@@ -218,7 +218,7 @@ def test_a_short_common_beginning_makes_nobody_wait() -> None:
     run.drain()
 
 
-def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first_and_its_tail_before_its_head() -> None:
     run = harness(num_blocks=16)
     texts = [[number] * 17 for number in range(3)]  # four full blocks each; three of fifteen stay empty
     for text in (*texts, texts[0]):

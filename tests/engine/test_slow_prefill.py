@@ -54,7 +54,7 @@ def test_a_prompt_that_takes_longer_than_any_wait(server: LiveServer) -> None:
     server.wait_idle(5)
 
 
-def test_an_engine_that_is_away_for_longer(server: LiveServer) -> None:
+def test_an_engine_that_is_silent_for_longer(server: LiveServer) -> None:
     """Nothing comes from it for more than --engine-timeout: new requests are refused, a stream that runs goes on."""
     with server.client(timeout=WAIT) as client:
         stream = client.completions.create(model="m", prompt=PROMPT[:1000], stream=True, max_tokens=50, temperature=0,

@@ -1,4 +1,4 @@
-"""Preemption by swapping, and evicted prefixes that come back: less is computed, and nothing else changes."""
+"""Preemption by swapping, and evicted prefixes that are loaded back: less is computed, and nothing else changes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -47,7 +47,7 @@ def undisturbed(make_engine: MakeEngine) -> tuple[dict[str, list[int]], int]:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_pool_of_few_blocks_gives_the_same_tokens(
+def test_a_small_pool_generates_the_same_tokens(
     make_engine: MakeEngine, undisturbed: tuple[dict[str, list[int]], int], mode: str, caching: bool
 ) -> None:
     space = {"swap_space": "0.01G"} if mode == "swap" else {}
@@ -83,11 +83,11 @@ WISHES = [replace(params, max_tokens=60, ignore_eos=True) for params in (
 )]
 
 
-def told(path: Path, kind: RequestOutputKind, *, preempted: bool, **changes: Any) -> list[list[RequestOutput]]:
+def outputs_of(path: Path, kind: RequestOutputKind, *, preempted: bool, **changes: Any) -> list[list[RequestOutput]]:
     """All outputs for each of WISHES, which comes when an older request has begun to fill the pool.
 
     Args:
-        preempted: ask again where the older one was gone before blocks ran out, as on a machine that stands still.
+        preempted: ask again where the older one was gone before blocks ran out, as on a stalled machine.
     """
     async def one(llm: AsyncLLM, seed: int, params: SamplingParams) -> list[RequestOutput]:
         older = llm.generate(random_prompt(20, 9), SamplingParams(max_tokens=105, ignore_eos=True))
@@ -103,7 +103,7 @@ def told(path: Path, kind: RequestOutputKind, *, preempted: bool, **changes: Any
             for seed, params in enumerate(WISHES):
                 outputs.append(await one(llm, seed, params))
                 while preempted and not was_preempted(outputs[-1][-1]):
-                    await llm.reset_prefix_cache()  # or the second time would tell of cached tokens
+                    await llm.reset_prefix_cache()  # or the second time would report cached tokens
                     outputs[-1] = await one(llm, seed, params)
             return outputs
 
@@ -120,27 +120,27 @@ async def _outputs(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def undisturbed_outputs(model_path: Path) -> list[RequestOutput]:
-    found = [output for [output] in told(model_path, RequestOutputKind.FINAL_ONLY, preempted=False,
+    found = [output for [output] in outputs_of(model_path, RequestOutputKind.FINAL_ONLY, preempted=False,
                                          num_gpu_blocks_override=65, enable_prefix_caching=False)]
     assert not any(map(was_preempted, found))
     return found
 
 
 @pytest.mark.parametrize("more", [{}, {"preemption_mode": "swap", "swap_space": "0.01"}], ids=["recompute", "swap"])
-def test_a_preempted_request_tells_what_an_undisturbed_one_does(
+def test_a_preempted_request_returns_what_an_undisturbed_one_does(
     model_path: Path, undisturbed_outputs: list[RequestOutput], more: dict[str, str]
 ) -> None:
-    """Texts, ids, log probabilities, penalties, constraints, ends and usage; in pieces, none of them twice."""
-    found = told(model_path, RequestOutputKind.DELTA, preempted=True, **FEW_BLOCKS, **more)
-    for pieces, wanted in zip(found, undisturbed_outputs, strict=True):
-        last = pieces[-1]
+    """Texts, ids, log probabilities, penalties, constraints, ends and usage; in deltas, none of them twice."""
+    found = outputs_of(model_path, RequestOutputKind.DELTA, preempted=True, **FEW_BLOCKS, **more)
+    for deltas, wanted in zip(found, undisturbed_outputs, strict=True):
+        last = deltas[-1]
         assert last.prompt_token_ids == wanted.prompt_token_ids and last.num_cached_tokens == wanted.num_cached_tokens
-        told_of_prompt = [rows for piece in pieces if (rows := piece.prompt_logprobs) is not None]
-        assert bool(told_of_prompt) == (wanted.prompt_logprobs is not None)  # each piece repeats them
-        for rows in told_of_prompt:
+        prompt_rows = [rows for delta in deltas if (rows := delta.prompt_logprobs) is not None]
+        assert bool(prompt_rows) == (wanted.prompt_logprobs is not None)  # each delta repeats them
+        for rows in prompt_rows:
             check_logprobs(rows[1:], (wanted.prompt_logprobs or ())[1:])
         for choice in wanted.outputs:
-            parts = [part for piece in pieces for part in piece.outputs if part.index == choice.index]
+            parts = [part for delta in deltas for part in delta.outputs if part.index == choice.index]
             check_joined(parts, choice)
 
 
@@ -167,7 +167,7 @@ def test_host_memory_of_one_block(make_engine: MakeEngine, undisturbed: tuple[di
     assert engine.stats().blocks_swapped_out > 0
 
 
-def test_a_prefix_that_left_the_pool_is_brought_back(make_engine: MakeEngine) -> None:
+def test_an_evicted_prefix_is_loaded_from_host_memory(make_engine: MakeEngine) -> None:
     engine = make_engine(**FEW_BLOCKS, swap_space="0.01")
     prompt = random_prompt(60, 1)
     first, _ = run(engine, [request("r", prompt, 8)])
@@ -228,7 +228,7 @@ def test_swap_space_in_gib(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_what_is_swapped_is_not_computed_again(caching: bool) -> None:
+def test_swapped_tokens_are_not_computed_again(caching: bool) -> None:
     """Six requests that want three times the pool; all they compute twice is what was in blocks not full."""
     run = Harness(num_blocks=17, block_size=2, max_num_seqs=6, budget=16, model=plain_token, host_blocks=200,
                   swap=True, prefix_caching=caching)
@@ -240,13 +240,13 @@ def test_what_is_swapped_is_not_computed_again(caching: bool) -> None:
     assert run.device.num_computed <= 6 * (5 + 11 - 1) + run.scheduler.num_preemptions * 3
 
 
-def test_blocks_of_a_preempted_request_stay_in_host_memory_when_others_have_to_go() -> None:
+def test_pinned_blocks_of_a_preempted_request_stay_in_host_memory() -> None:
     harness = Harness(num_blocks=9, block_size=2, max_num_seqs=2, budget=64, model=plain_token, host_blocks=8,
                       swap=True)
-    old, young = harness.add([1, 2], 14), harness.add([3] * 8, 8)
+    old, new = harness.add([1, 2], 14), harness.add([3] * 8, 8)
     while not harness.requests or not harness.scheduler.num_preemptions:
         harness.step()
-    computed = harness.requests[young].num_preemptions and len(harness.requests[young].token_ids)
+    computed = harness.requests[new].num_preemptions and len(harness.requests[new].token_ids)
     harness.abort([old])
     for text in prompts(8, 12):  # others evict what is left, twice the host memory
         name = harness.add(text, 1)

@@ -56,7 +56,7 @@ def llm(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[LLM]:
 def test_all_at_once(llm: LLM, judge: Judge, workload_folder: Path, name: str, request: pytest.FixtureRequest) -> None:
     before = llm.get_metrics()["vllm:num_preemptions"]
     assert not _errors(llm, judge, _requests(workload_folder, name))
-    if "few blocks" in request.node.name and name in ("W1", "W2"):  # short answers are let in with all their blocks
+    if "few blocks" in request.node.name and name in ("W1", "W2"):  # short answers are admitted with all their blocks
         assert llm.get_metrics()["vllm:num_preemptions"] > before
 
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockPool
 
 
-class AllocatorMachine(RuleBasedStateMachine):
-    """Tables take, share and drop blocks at random; the books are kept twice."""
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Tables get, share and free blocks at random; a second bookkeeping is compared with the pool's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,12 +22,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.pool = BlockPool(num_blocks)
 
-    def owners(self) -> Counter[int]:
+    def references(self) -> Counter[int]:
         return Counter(block for table in self.tables for block in table)
 
     @rule(count=st.integers(0, 12))
     def get_new_blocks(self, count: int) -> None:
-        free = self.num_blocks - 1 - len(self.owners())
+        free = self.num_blocks - 1 - len(self.references())
         assert self.pool.can_allocate(count) == (count <= free)
         if count > free:
             with pytest.raises(AssertionError, match="free"):
@@ -35,7 +35,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         blocks = self.pool.get_new_blocks(count)
         assert len(set(blocks)) == len(blocks) == count
-        assert not set(blocks) & set(self.owners()), "a block in use was handed out"
+        assert not set(blocks) & set(self.references()), "a block in use was handed out"
         self.tables.append(blocks)
 
     @precondition(lambda self: self.tables)
@@ -58,23 +58,23 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pool.free_blocks(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
     @invariant()
-    def books_agree(self) -> None:
+    def bookkeeping_agrees(self) -> None:
         if not hasattr(self, "pool"):
             return
-        owners = self.owners()
-        assert NULL_BLOCK not in owners
+        references = self.references()
+        assert NULL_BLOCK not in references
         assert self.pool.num_usable == self.num_blocks - 1
-        assert self.pool.num_used == len(owners)
+        assert self.pool.num_used == len(references)
         assert self.pool.num_free + self.pool.num_used == self.pool.num_usable
-        assert all(self.pool.ref_count(block) == owners[block] for block in range(self.num_blocks))
+        assert all(self.pool.ref_count(block) == references[block] for block in range(self.num_blocks))
         self.pool.check_integrity(self.tables)
 
 
-TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=80, stateful_step_count=30)
+TestBlockPool = BlockPoolMachine.TestCase
+TestBlockPool.settings = settings(max_examples=80, stateful_step_count=30)
 
 
-def test_the_blocks_freed_first_are_handed_out_first_and_a_tables_last_block_before_its_first() -> None:
+def test_blocks_are_reused_in_the_order_of_freeing_and_a_tables_last_block_first() -> None:
     """A prefix stays longest: its first blocks are the last to be taken by others."""
     pool = BlockPool(6)
     first, second = pool.get_new_blocks(2), pool.get_new_blocks(3)

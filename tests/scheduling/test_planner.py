@@ -1,4 +1,4 @@
-"""Who is let in before whom, and what a long prompt leaves to those beside it."""
+"""Which waiting requests are admitted first, and what a long prompt leaves to the requests beside it."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from jaxpaged.scheduling.scheduler import Scheduler
 
 
 class Server:
-    """A scheduler, the token that each of its steps samples being 0; and who has had a chunk, in order."""
+    """A scheduler, the token that each of its steps samples being 0; and the requests that have had a chunk, in order."""
 
     def __init__(self, *, blocks: int, slots: int, budget: int, block_size: int = 4) -> None:
         self.scheduler = Scheduler(BlockPool(blocks + 1), block_size=block_size, max_num_seqs=slots,
@@ -34,14 +34,14 @@ class Server:
         return chunks
 
 
-# Passing one that does not fit
+# Passing a request that does not fit
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 5), min_size=16, max_size=40).filter(lambda bursts: sum(bursts) > 24),
        st.integers(2, 12))
 def test_a_request_that_does_not_fit_is_passed_sixteen_times_and_no_more(bursts: Sequence[int], slots: int) -> None:
-    """However many come at once: from then on nobody is let in until it fits."""
+    """With any number of arrivals: from then on no request is admitted until it fits."""
     server = Server(blocks=37, slots=slots, budget=64)
     server.add("holder", 4, 100)
     server.step()
@@ -59,10 +59,10 @@ def test_a_request_that_does_not_fit_is_passed_sixteen_times_and_no_more(bursts:
     for _ in range(200):
         server.step()
     assert not server.scheduler.has_unfinished(), "all get what they asked for"
-    assert server.served.index("large") == 17, "it comes before all that waited with it"
+    assert server.served.index("large") == 17, "it is admitted before all that waited with it"
 
 
-def test_one_that_fits_is_passed_by_nobody() -> None:
+def test_a_request_that_fits_is_not_passed() -> None:
     server = Server(blocks=40, slots=1, budget=64)
     for name in "abcd":
         server.add(name, 8, 2)
@@ -85,7 +85,7 @@ def test_a_prompt_that_would_take_a_whole_step_leaves_half_to_shorter_ones(short
     assert chunks["long"] == 64 - chunks["short"] and server.served == ["long", "short"]
 
 
-def test_it_leaves_half_to_those_that_come_meanwhile_too() -> None:
+def test_it_leaves_half_to_later_arrivals_too() -> None:
     server = Server(blocks=400, slots=4, budget=64)
     server.add("long", 500, 2)
     assert server.step() == {"long": 64}, "alone it takes all"
@@ -94,8 +94,8 @@ def test_it_leaves_half_to_those_that_come_meanwhile_too() -> None:
     assert server.step() == {"late": 1, "long": 63}
 
 
-def test_a_longer_one_behind_it_gets_nothing_of_its_half() -> None:
-    """The first goes on as quickly as it can: both would only end later."""
+def test_a_longer_prompt_behind_it_gets_nothing_of_the_half() -> None:
+    """The first runs as fast as it can: otherwise both would only end later."""
     server = Server(blocks=800, slots=4, budget=64)
     server.add("long", 200, 1)
     server.add("longer", 500, 1)

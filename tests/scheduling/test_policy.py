@@ -17,8 +17,8 @@ from jaxpaged.scheduling.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True)
-class Call:
-    """A request as the clock sees it; its answer ends by itself after `output` tokens."""
+class Arrival:
+    """A request and its time of arrival; its answer ends after `output` tokens."""
 
     time: float
     output: int
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Served:
-    """When each request's answer ended, in the order of the calls, and how often one was preempted."""
+    """When each request's answer ended, in the order of the arrivals, and the number of preemptions."""
 
     ends: list[float]
     preemptions: int
@@ -39,43 +39,43 @@ class Served:
         return sorted(range(len(self.ends)), key=self.ends.__getitem__)
 
 
-def serve(calls: Sequence[Call], policy: Policy, *, slots: int = 1, num_blocks: int = 1000, block_size: int = 4,
+def serve(arrivals: Sequence[Arrival], policy: Policy, *, slots: int = 1, num_blocks: int = 1000, block_size: int = 4,
           step_seconds: float = 1.0) -> Served:
     """One step after another, each as long as the others."""
     scheduler = Scheduler(BlockPool(num_blocks), block_size=block_size, max_num_seqs=slots,
                           max_num_batched_tokens=256, policy=policy)
-    ends = [0.0] * len(calls)
-    coming = sorted(range(len(calls)), key=lambda index: calls[index].time)
+    ends = [0.0] * len(arrivals)
+    pending = sorted(range(len(arrivals)), key=lambda index: arrivals[index].time)
     in_flight: SchedulerOutput | None = None
     now = 0.0
-    while coming or scheduler.has_unfinished() or in_flight:
-        while coming and calls[coming[0]].time <= now:
-            index = coming.pop(0)
-            call = calls[index]
+    while pending or scheduler.has_unfinished() or in_flight:
+        while pending and arrivals[pending[0]].time <= now:
+            index = pending.pop(0)
+            arrival = arrivals[index]
             scheduler.add_request(EngineRequest(
-                str(index), (index,) * call.prompt, SamplingParams(expected_output_tokens=call.hint), 64,
-                frozenset([1]), arrival_time=call.time, priority=call.priority))
+                str(index), (index,) * arrival.prompt, SamplingParams(expected_output_tokens=arrival.hint), 64,
+                frozenset([1]), arrival_time=arrival.time, priority=arrival.priority))
         step = scheduler.schedule(now)
         if in_flight:
             ids = [int(len(chunk.request.token_ids) - chunk.request.num_prompt_tokens + 1
-                       >= calls[int(chunk.request.request_id)].output) for chunk in in_flight.chunks if chunk.samples]
+                       >= arrivals[int(chunk.request.request_id)].output) for chunk in in_flight.chunks if chunk.samples]
             for delta in scheduler.update_from_output(in_flight, ids):
                 if delta.finish_reason is not None:
                     ends[int(delta.request_id)] = now
         scheduler.check_integrity()
         in_flight = step if step.chunks else None
         now += step_seconds
-        assert now < 1e5, "somebody starves"
+        assert now < 1e5, "a request starves"
     return Served(ends, scheduler.num_preemptions)
 
 
-calls = st.builds(Call, time=st.just(0.0), output=st.integers(1, 60), priority=st.integers(-2, 2))
+arrivals = st.builds(Arrival, time=st.just(0.0), output=st.integers(1, 60), priority=st.integers(-2, 2))
 
 
 @settings(max_examples=40)
-@given(st.lists(calls, min_size=1, max_size=12), st.integers(1, 3))
-def test_the_more_important_is_let_in_first_and_equals_by_arrival(batch: list[Call], slots: int) -> None:
-    """All are there from the start, so who is let in next is always the first of what is left."""
+@given(st.lists(arrivals, min_size=1, max_size=12), st.integers(1, 3))
+def test_the_higher_priority_is_admitted_first_and_equals_by_arrival(batch: list[Arrival], slots: int) -> None:
+    """All arrive at the start, so the next to be admitted is always the first of those left."""
     served = serve(batch, PriorityPolicy(), slots=slots)
     if slots == 1:
         assert served.order == sorted(range(len(batch)), key=lambda index: batch[index].priority)
@@ -83,9 +83,9 @@ def test_the_more_important_is_let_in_first_and_equals_by_arrival(batch: list[Ca
 
 
 @settings(max_examples=40)
-@given(st.lists(calls, min_size=1, max_size=12))
-def test_the_shortest_by_hint_is_let_in_first_and_equals_by_arrival(batch: list[Call]) -> None:
-    hinted = [Call(0.0, call.output, hint=call.output) for call in batch]
+@given(st.lists(arrivals, min_size=1, max_size=12))
+def test_the_shortest_by_hint_is_admitted_first_and_equals_by_arrival(batch: list[Arrival]) -> None:
+    hinted = [Arrival(0.0, arrival.output, hint=arrival.output) for arrival in batch]
     assert serve(hinted, PredictedPolicy()).order == sorted(range(len(batch)), key=lambda index: batch[index].output)
 
 
@@ -93,55 +93,55 @@ def test_the_shortest_by_hint_is_let_in_first_and_equals_by_arrival(batch: list[
 @given(st.integers(0, 50), st.integers(1, 64), st.integers(1, 64), st.sampled_from([0.5, 3.0]))
 def test_waiting_makes_up_for_predicted_work(gap: int, first: int, second: int, rate: float) -> None:
     """Both wait behind a third that holds the only slot; a second of waiting outweighs `rate` tokens."""
-    batch = [Call(0.0, 60, hint=60), Call(1.0, first, hint=first), Call(1.0 + gap, second, hint=second)]
+    batch = [Arrival(0.0, 60, hint=60), Arrival(1.0, first, hint=first), Arrival(1.0 + gap, second, hint=second)]
     served = serve(batch, PredictedPolicy(ageing_rate=rate))
     assert (served.ends[1] < served.ends[2]) == (first <= second + gap * rate)
 
 
 def test_lengths_are_learned_from_those_that_finished() -> None:
-    """Long prompts get short answers here, and short prompts long ones; nobody says so."""
-    kinds = [Call(0.0, 40, prompt=4), Call(0.0, 3, prompt=64)]
+    """Long prompts get short answers here, and short prompts long ones; there are no hints."""
+    kinds = [Arrival(0.0, 40, prompt=4), Arrival(0.0, 3, prompt=64)]
     policy = PredictedPolicy(ageing_rate=0.01)
     serve(kinds * 10, policy)
-    served = serve([Call(0.0, 20, prompt=30), *kinds * 2], policy)
+    served = serve([Arrival(0.0, 20, prompt=30), *kinds * 2], policy)
     assert served.order == [0, 2, 4, 1, 3]
 
 
-def test_an_important_request_takes_the_place_of_a_less_important_one() -> None:
-    """Of the last of the least important, which is let in again before its equal that came later."""
-    batch = [Call(0.0, 50, 1), Call(1.0, 50, 2), Call(2.0, 50, 2), Call(3.0, 5, 2), Call(10.0, 5, 0)]
+def test_a_request_preempts_one_of_lower_priority() -> None:
+    """The victim is the newest of the lowest priority; it runs again before its equal that arrived later."""
+    batch = [Arrival(0.0, 50, 1), Arrival(1.0, 50, 2), Arrival(2.0, 50, 2), Arrival(3.0, 5, 2), Arrival(10.0, 5, 0)]
     served = serve(batch, PriorityPolicy(), slots=3)
     assert served.preemptions == 1
     assert served.ends[4] <= 10 + 5 + 2
     assert served.ends[2] <= 52 + (17 - 10) + 2 < served.ends[0] + 50
-    assert served.ends[0] < served.ends[3], "it took the slot that became free first"
+    assert served.ends[0] < served.ends[3], "it got the slot that became free first"
 
 
-def test_equals_do_not_take_each_others_place() -> None:
-    batch = [Call(0.0, 50, 1), Call(1.0, 5, 1), Call(2.0, 5, 1)]
+def test_requests_of_equal_priority_do_not_preempt_one_another() -> None:
+    batch = [Arrival(0.0, 50, 1), Arrival(1.0, 5, 1), Arrival(2.0, 5, 1)]
     assert serve(batch, PriorityPolicy()) == Served(serve(batch, PriorityPolicy()).ends, 0)
     assert serve(batch, PriorityPolicy()).order == [0, 1, 2]
 
 
 @pytest.mark.parametrize("policy", [PriorityPolicy(), PredictedPolicy()])
-def test_nobody_starves(policy: Policy) -> None:
+def test_no_request_starves(policy: Policy) -> None:
     """A stream of short and important requests that never leaves the slot free, and one that is neither."""
-    stream = [Call(float(5 * number), 6, 0, hint=6) for number in range(200)]
-    served = serve([Call(1.0, 20, 3, hint=20), *stream], policy, step_seconds=1.0)
+    stream = [Arrival(float(5 * number), 6, 0, hint=6) for number in range(200)]
+    served = serve([Arrival(1.0, 20, 3, hint=20), *stream], policy, step_seconds=1.0)
     assert served.ends[0] < 3 * PRIORITY_AGEING_SECONDS + 100
     assert served.ends[0] < max(served.ends)
 
 
 def test_room_for_predicted_growth_prevents_preemptions() -> None:
-    """Answers of 40 tokens each in a pool for three and a half: with one block of room each, too many are let in."""
-    batch = [Call(0.0, 40, hint=40) for _ in range(12)]
+    """Answers of 40 tokens each in a pool for three and a half: with one block of room each, too many are admitted."""
+    batch = [Arrival(0.0, 40, hint=40) for _ in range(12)]
     pool = {"slots": 12, "num_blocks": 1 + 3 * 11 + 6}
     assert serve(batch, PriorityPolicy(), **pool).preemptions > 0
     assert serve(batch, PredictedPolicy(horizon=40), **pool).preemptions == 0
 
 
-def test_nobody_takes_the_place_of_one_whose_piece_of_this_step_it_needs() -> None:
-    """Both prompts begin alike, and the less important one computes the beginning of both in the same step."""
+def test_a_request_does_not_preempt_another_whose_chunk_fills_its_prefix() -> None:
+    """Both prompts have a prefix in common, which the one of lower priority computes in the same step."""
     pool = BlockPool(30)
     scheduler = Scheduler(pool, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, policy=PriorityPolicy())
     prompt = tuple(range(16))

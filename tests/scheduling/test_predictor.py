@@ -25,7 +25,7 @@ def taught(lengths: Sequence[int], message: EngineRequest | None = None) -> Leng
 
 @given(st.lists(st.integers(1, 2048), min_size=MIN_SAMPLES, max_size=2 * WINDOW), st.floats(0.01, 1),
        st.integers(0, 2047))
-def test_what_is_left_is_the_quantile_of_the_latest_longer_answers(
+def test_the_remaining_length_is_the_quantile_of_the_latest_longer_answers(
     lengths: list[int], quantile: float, done: int
 ) -> None:
     longer = np.array([length for length in lengths[-WINDOW:] if length > done])
@@ -43,7 +43,7 @@ def test_there_is_always_a_token_left_and_never_more_than_the_limit_allows(
     assert 1 <= left <= max(1, max_tokens - done)
 
 
-def test_without_experience_the_hint_counts_and_then_the_limit() -> None:
+def test_without_finished_requests_the_hint_counts_and_then_the_limit() -> None:
     assert LengthPredictor().remaining(request(hint=70)) == 70
     assert LengthPredictor().remaining(request(hint=70), 60) == 10
     assert LengthPredictor().remaining(request(hint=70), 80) == 2048 - 80
@@ -51,7 +51,7 @@ def test_without_experience_the_hint_counts_and_then_the_limit() -> None:
     assert LengthPredictor().remaining(request()) == 2048
 
 
-def test_prompts_limits_and_hints_are_told_apart() -> None:
+def test_prompts_limits_and_hints_have_buckets_of_their_own() -> None:
     predictor = LengthPredictor()
     kinds = {40: request(prompt=10), 300: request(prompt=1000), 12: request(max_tokens=16), 700: request(hint=600)}
     for _ in range(MIN_SAMPLES):
@@ -84,7 +84,7 @@ def test_it_follows_a_drift(before: float, after: float) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Buckets that nobody asks for any more make room for new ones."""
+    """Buckets that are not used any more make room for new ones."""
     predictor = LengthPredictor()
     for hint in range(24):
         for limit in range(24):

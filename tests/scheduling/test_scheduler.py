@@ -2,7 +2,7 @@
 
 The device keeps with each token a digest of all tokens before it, so that each token can be seen to attend to exactly
 its own past, whoever has computed that: a wrong id, position, block or slot shows up where it happens. What a request
-must give in the end is computed without any of it.
+must return in the end is computed without any of it.
 """
 
 import zlib
@@ -47,7 +47,7 @@ def plain_token(tokens: Sequence[int]) -> int:
 
 @dataclass
 class Ending:
-    """What a request gave: its tokens, why it ended, and the delta's other fields."""
+    """What a request returned: its tokens, why it ended, and the delta's other fields."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -89,7 +89,7 @@ class Search:
 
 
 def next_beams(beams: Sequence[Sequence[int]], tokens: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """Beams (by index) and tokens that go on: in some order of all sequences, the first of three behind each beam."""
+    """Beams (by index) and tokens that continue: the first in some order of all sequences, three after each beam."""
     found = sorted((zlib.crc32(bytes([*beam, other])), parent, other) for parent, beam in enumerate(beams)
                    for other in [(tokens[parent] + more) % VOCAB for more in range(3)])
     return [(parent, other) for _, parent, other in found[:width]]
@@ -188,13 +188,13 @@ class NaiveDevice:
             del self.host[number]
 
     def _block(self, block: int) -> list[Cell | None]:
-        return [self.kv.get((block, place)) for place in range(self.block_size)]
+        return [self.kv.get((block, offset)) for offset in range(self.block_size)]
 
     def _fill(self, block: int, content: Sequence[Cell | None]) -> None:
-        for place, cell in enumerate(content):
-            self.kv.pop((block, place), None)
+        for offset, cell in enumerate(content):
+            self.kv.pop((block, offset), None)
             if cell is not None:
-                self.kv[block, place] = cell
+                self.kv[block, offset] = cell
 
     def _write(self, chunk: ScheduledChunk, position: int, token: int, seen: Sequence[int]) -> None:
         block = self.table[chunk.slot][position // self.block_size]
@@ -204,10 +204,10 @@ class NaiveDevice:
 
     def _read(self, chunk: ScheduledChunk, end: int) -> list[int]:
         tokens = []
-        for place in range(end):
-            cell = self.kv[self.table[chunk.slot][place // self.block_size], place % self.block_size]
+        for position in range(end):
+            cell = self.kv[self.table[chunk.slot][position // self.block_size], position % self.block_size]
             tokens.append(cell.token)
-            assert cell.history == self._history(chunk.request, tokens), f"position {place} is of another sequence"
+            assert cell.history == self._history(chunk.request, tokens), f"position {position} is of another sequence"
             assert cell.generation >= self.admitted[chunk.slot], "content from before the last reset was shared"
         return tokens
 
@@ -281,7 +281,7 @@ class Harness:
         self.aborted |= live
         deltas = self.scheduler.abort(names)
         assert {delta.request_id for delta in deltas} == live and len(deltas) == len(live)
-        self._take(deltas)
+        self._process(deltas)
         self.check()
 
     def step(self) -> SchedulerOutput:
@@ -294,7 +294,7 @@ class Harness:
         sampled = self.device.run(step) if step.chunks else None
         assert sampled is not None or self.in_flight is not None or not self.live, "nothing runs and nothing will"
         if self.in_flight is not None:
-            self._take(self.scheduler.update_from_output(*self.in_flight))
+            self._process(self.scheduler.update_from_output(*self.in_flight))
         self.in_flight = None if sampled is None else (step, sampled)
         self.check()
         return step
@@ -329,7 +329,7 @@ class Harness:
         assert self.scheduler.live_ids() == self.live
 
     def _running(self) -> list[str]:
-        """Those that run and have had a chunk, the last one the first to go."""
+        """Running requests that have had a chunk; the last one is preempted first."""
         names = [name for name in self.live if self._status(name) is RequestStatus.RUNNING]
         return sorted(names, key=lambda name: self.policy.running_key(self.requests[name]))
 
@@ -347,31 +347,31 @@ class Harness:
         assert step.num_sampled <= max(rows), "more samples than a step has rows for"
         for chunk in chunks:
             request = chunk.request
-            assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "blocks held without need"
+            assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "more blocks than it needs"
         running = self._running()
         if running and running[0] not in names:
             first = self.requests[running[0]]
-            told = first.family is None or not (first.paused or first.num_pending)
-            assert not told or first.num_output_tokens == first.message.max_tokens, "the first request has to wait"
+            resumed = first.family is None or not (first.paused or first.num_pending)
+            assert not resumed or first.num_output_tokens == first.message.max_tokens, "the first request has to wait"
 
     def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
         preempted = [name for name in self.live
                      if name in before and self.requests[name].num_preemptions > before[name]]
         stayed = [name for name in running if self._status(name) is RequestStatus.RUNNING]
         gone = [name for name in running if name in preempted]
-        # Some may have given their place up to another beam of their search.
+        # Some may have freed their slot for another beam of their search.
         assert [*stayed, *gone] == [name for name in running if name in stayed or name in preempted], \
-            "a younger request stayed where an older one had to go"
+            "an older request was preempted before a newer one"
         if gone and self.policy_name != "priority":
             assert stayed, "all were preempted"
 
-    def _take(self, deltas: Sequence[TokenDelta]) -> None:
+    def _process(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
             if delta.request_id in self.searches:
-                self._take_beam(self.searches[delta.request_id], delta)
+                self._process_beam(self.searches[delta.request_id], delta)
                 continue
             ending = self.endings[delta.request_id]
-            assert ending.finish_reason is None, "news of a request that has ended"
+            assert ending.finish_reason is None, "output of a request that has ended"
             ending.token_ids += delta.token_ids
             ending.finish_reason = delta.finish_reason
             ending.stop_reason, ending.error = delta.stop_reason, delta.error
@@ -380,7 +380,7 @@ class Harness:
             if delta.finish_reason is not None:
                 self.live.remove(delta.request_id)
 
-    def _take_beam(self, search: Search, delta: TokenDelta) -> None:
+    def _process_beam(self, search: Search, delta: TokenDelta) -> None:
         self._check_cached(delta)
         if delta.finish_reason is not None:
             self.live.remove(delta.request_id)
@@ -431,11 +431,11 @@ class Harness:
         assert (found.token_ids, found.finish_reason, found.stop_reason) == (
             wanted.token_ids, wanted.finish_reason, wanted.stop_reason)
         assert (found.error is not None) == (wanted.finish_reason == "error")
-        assert found.scheduled_times == (len(found.token_ids) > 0), "scheduled_time comes once, with the first token"
+        assert found.scheduled_times == (len(found.token_ids) > 0), "scheduled_time is set once, with the first token"
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts and steps at random over pools, slots and budgets of every size down to the least."""
+    """Arrivals, aborts and steps at random over pools, slots and budgets of every size down to the minimum."""
 
     @initialize(
         num_blocks=st.integers(2, 14), block_size=st.sampled_from([1, 2, 4, 16]), max_num_seqs=st.integers(1, 6),
@@ -452,7 +452,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
-        """New tokens, often after the beginning of a text that is there already."""
+        """New tokens, often after a prefix of an earlier text."""
         harness = self.harness
         room = min(harness.capacity, 160)
         if room < 2:
@@ -507,11 +507,11 @@ def test_long_random_runs() -> None:
 
 def prompts(count: int, length: int) -> Iterator[list[int]]:
     for number in range(count):
-        yield [(number + place) % VOCAB for place in range(length)]
+        yield [(number + position) % VOCAB for position in range(length)]
 
 
 @pytest.mark.parametrize("budget", [1, 7, 33, 64])
-def test_a_full_house_with_the_least_pool(budget: int) -> None:
+def test_many_requests_in_the_smallest_pool(budget: int) -> None:
     """Eight requests that each need the whole pool: one after another, all in full."""
     harness = Harness(num_blocks=5, block_size=4, max_num_seqs=4, budget=budget, model=plain_token)
     for prompt in prompts(8, 10):
@@ -520,7 +520,7 @@ def test_a_full_house_with_the_least_pool(budget: int) -> None:
 
 
 def test_half_done_prefills_do_not_block_one_another() -> None:
-    """Two prompts of three blocks each in a pool of four: both would stick halfway if both were let in."""
+    """Two prompts of three blocks each in a pool of four: both would be stuck halfway if both were admitted."""
     harness = Harness(num_blocks=5, block_size=4, max_num_seqs=4, budget=4, model=plain_token)
     first, second = (harness.add(prompt, 2) for prompt in prompts(2, 12))
     harness.step()
@@ -530,7 +530,7 @@ def test_half_done_prefills_do_not_block_one_another() -> None:
     assert harness.endings[first].finish_reason == harness.endings[second].finish_reason == "length"
 
 
-def test_nobody_is_let_in_only_to_be_thrown_out_by_the_next_block_of_an_older_request() -> None:
+def test_no_request_is_admitted_only_to_be_preempted_for_the_next_block_of_an_older_one() -> None:
     harness = Harness(num_blocks=5, block_size=4, max_num_seqs=2, budget=32, model=plain_token)
     for length in (4, 12):
         harness.add([length] * length, 4)
@@ -538,7 +538,7 @@ def test_nobody_is_let_in_only_to_be_thrown_out_by_the_next_block_of_an_older_re
     assert harness.scheduler.num_preemptions == 0
 
 
-def test_the_youngest_goes_when_blocks_run_out_and_comes_back() -> None:
+def test_the_newest_is_preempted_first_and_runs_again() -> None:
     harness = Harness(num_blocks=10, block_size=2, max_num_seqs=4, budget=16, model=plain_token)
     names = [harness.add(prompt, 9) for prompt in prompts(3, 3)]
     harness.drain()
@@ -548,19 +548,19 @@ def test_the_youngest_goes_when_blocks_run_out_and_comes_back() -> None:
 
 
 def test_a_request_in_mid_decode_that_is_preempted_waits_for_its_last_id() -> None:
-    """Its sampled token is in flight when it loses its blocks: it must not come back before that id is known."""
+    """Its sampled token is in flight when it loses its blocks: it must not run again before that id is known."""
     harness = Harness(num_blocks=6, block_size=2, max_num_seqs=2, budget=8, model=plain_token)
-    old, young = (harness.add(prompt, 6) for prompt in prompts(2, 2))
-    while not harness.requests.get(young) or not harness.requests[young].num_preemptions:
+    old, new = (harness.add(prompt, 6) for prompt in prompts(2, 2))
+    while not harness.requests.get(new) or not harness.requests[new].num_preemptions:
         harness.step()
-        assert harness.live, "nobody was preempted"
+        assert harness.live, "no request was preempted"
     harness.drain()
-    assert harness.endings[young].token_ids == expected_ending(harness.messages[young], plain_token).token_ids
+    assert harness.endings[new].token_ids == expected_ending(harness.messages[new], plain_token).token_ids
     assert harness.requests[old].num_preemptions == 0
 
 
 def test_a_step_is_one_ahead_and_its_row_of_a_stopped_request_is_ignored() -> None:
-    """The device has computed a token more than the request wanted; nobody sees it."""
+    """The device has computed a token more than the request wanted; it is not returned."""
     harness = Harness(num_blocks=9, block_size=4, max_num_seqs=2, budget=8, model=plain_token)
     prompt = [1, 2, 3]
     first = plain_token(prompt)
@@ -610,7 +610,7 @@ def test_a_failed_row_ends_only_its_own_request() -> None:
     assert harness.endings[good].token_ids == harness.endings[other].token_ids == [1] * 6
 
 
-def test_an_id_given_twice_is_aborted_once() -> None:
+def test_an_id_passed_twice_is_aborted_once() -> None:
     harness = Harness(num_blocks=9, block_size=4, max_num_seqs=1, budget=8)
     running, waiting = harness.add([1, 2], 4), harness.add([3], 4)
     harness.step()
@@ -659,7 +659,7 @@ def test_prefill_is_cut_where_padding_would_cost_more() -> None:
     harness.drain()
 
 
-def test_running_requests_come_before_a_long_prompt() -> None:
+def test_running_requests_are_served_before_a_long_prompt() -> None:
     """Streams go on token by token while a prompt is processed in chunks, and the chunks fill the budget."""
     harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=16, model=plain_token)
     streams = [harness.add(prompt, 20) for prompt in prompts(2, 2)]
@@ -694,7 +694,7 @@ def test_held_but_empty_slots_are_those_past_the_computed_tokens() -> None:
     assert harness.scheduler.kv_slots() == (64, 64 - 21 - 17)
 
 
-def test_what_can_never_fit_is_not_taken() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     harness = Harness(num_blocks=3, block_size=4, max_num_seqs=2, budget=8)
     harness.add([1] * 4, 4)
     with pytest.raises(AssertionError, match="more than the pool has"):

@@ -30,7 +30,7 @@ def engines(path: Path) -> Iterator[MakeEngine]:
 
 
 def run(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[str, list[int]], int]:
-    """Serve requests together, the books checked after every step.
+    """Serve requests together, the bookkeeping checked after every step.
 
     Returns:
         Ids of each, and tokens computed.
