@@ -13,7 +13,7 @@ from jaxpaged.scheduling.scheduler import Scheduler
 
 
 class Server:
-    """A scheduler, the token that each of its steps samples being 0; and the requests that have had a chunk, in order."""
+    """A scheduler whose steps all sample token 0, and the requests that have had a chunk, in order."""
 
     def __init__(self, *, blocks: int, slots: int, budget: int, block_size: int = 4) -> None:
         self.scheduler = Scheduler(BlockPool(blocks + 1), block_size=block_size, max_num_seqs=slots,

@@ -57,8 +57,9 @@ def serve(arrivals: Sequence[Arrival], policy: Policy, *, slots: int = 1, num_bl
                 frozenset([1]), arrival_time=arrival.time, priority=arrival.priority))
         step = scheduler.schedule(now)
         if in_flight:
-            ids = [int(len(chunk.request.token_ids) - chunk.request.num_prompt_tokens + 1
-                       >= arrivals[int(chunk.request.request_id)].output) for chunk in in_flight.chunks if chunk.samples]
+            requests = [chunk.request for chunk in in_flight.chunks if chunk.samples]
+            ids = [int(len(request.token_ids) - request.num_prompt_tokens + 1
+                       >= arrivals[int(request.request_id)].output) for request in requests]
             for delta in scheduler.update_from_output(in_flight, ids):
                 if delta.finish_reason is not None:
                     ends[int(delta.request_id)] = now
