@@ -14,7 +14,7 @@ from jaxpaged import __version__
 from jaxpaged.core.compatibility import OLD_FLAGS
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
-from jaxpaged.core.flags import Parser, add_flags, flag_of, new_parser, parse_flags, settle_model
+from jaxpaged.core.flags import Parser, add_flags, flag_of, merge_model, new_parser, parse_flags
 from jaxpaged.server.parsers.reasoning import REASONING_PARSERS
 from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS
 
@@ -77,7 +77,7 @@ class ServerConfig:
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name must not be empty")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or neither")
+            raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
         for name in ("ssl_keyfile", "ssl_certfile"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -109,10 +109,11 @@ class Arguments:
 
 
 def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> Arguments:
-    """Read the flags.
+    """Parse the flags.
 
     Args:
-        argv: without the program's name. `--config FILE.yaml` adds flags from a file; those of `argv` win.
+        argv: the arguments after the program's name. `--config FILE.yaml` adds flags from a file;
+            those in `argv` take precedence.
         prog: what the user typed, for help and errors.
 
     Raises:
@@ -126,11 +127,11 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> 
             from_file = parse_flags(parser, _flags_of_file(path))
             if "config" in from_file:
                 raise ConfigError(f"{path} must not name another --config file")
-            settle_model(from_file)
-            settle_model(given)
+            merge_model(from_file)
+            merge_model(given)
             old = from_file.pop("old_flags", []) + given.pop("old_flags", [])
             given = {**from_file, **given, "old_flags": old}
-        settle_model(given)
+        merge_model(given)
         warnings = tuple(dict.fromkeys(given.pop("old_flags", [])))
         engine = EngineConfig(**_fields_of(EngineConfig, given))
         server = ServerConfig(**_fields_of(ServerConfig, given))
@@ -157,7 +158,7 @@ def _make_parser(prog: str) -> Parser:
     parser = new_parser(prog, "Serve a model over the OpenAI protocol; without a model, a small embedded one.")
     parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
                         help="show the version and exit")
-    parser.add_argument("--config", metavar="FILE.yaml", help="file with flags; those of the command line win")
+    parser.add_argument("--config", metavar="FILE.yaml", help="file with flags, which the command line overrides")
     add_flags(parser, (EngineConfig, ServerConfig))
     for name, (takes_value, reason) in OLD_FLAGS.items():
         parser.add_argument(name, action=_OldFlag, nargs=None if takes_value else 0, const=reason,
@@ -166,7 +167,7 @@ def _make_parser(prog: str) -> Parser:
 
 
 def _flags_of_file(path: str) -> list[str]:
-    import yaml  # a dependency of huggingface_hub; slow to import, needed only here
+    import yaml  # slow to import, needed only here
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -178,7 +179,7 @@ def _flags_of_file(path: str) -> list[str]:
         where = f" at line {mark.line + 1}" if mark else ""
         raise ConfigError(f"--config {path} is not valid YAML{where}") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ConfigError(f"--config {path} must hold one flag a line, such as `port: 8000`")
+        raise ConfigError(f"--config {path} must have one flag per line, such as `port: 8000`")
     flags: list[str] = []
     for name, value in content.items():
         flag = flag_of(name.removeprefix("--"))

@@ -7,10 +7,10 @@ from importlib import import_module
 
 from jaxpaged import __version__
 
-# Name, module whose `main` it is, what it does. Imported when it is wanted: --version answers at once.
+# Name, module with its `main`, description. Imported on demand, so that --version is quick.
 _COMMANDS = (
     ("serve", "server.__main__", "serve a model over the OpenAI protocol"),
-    ("plan", "commands.plan", "print what a model takes of a device's memory"),
+    ("plan", "commands.plan", "print how a model fits a device's memory"),
     ("compile", "commands.compile", "compile a model's programs ahead of time"),
     ("convert", "commands.convert", "save a model with Orbax"),
     ("models", "commands.models", "list the architectures that can be served"),
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print("usage: jaxpaged COMMAND [arguments]\n       jaxpaged --version\n")
         print(*(f"{name:9}{what}" for name, _, what in _COMMANDS), sep="\n")
-        print("\n`jaxpaged COMMAND --help` lists what a command takes")
+        print("\n`jaxpaged COMMAND --help` lists a command's arguments")
         return 0
     for name, module, _ in _COMMANDS:
         if command == name:

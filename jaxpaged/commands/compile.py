@@ -1,4 +1,4 @@
-"""`python -m jaxpaged.compile`: compile a model's programs ahead of time, for a GPU that need not be here."""
+"""`python -m jaxpaged.compile`: compile a model's programs ahead of time, for a GPU that need not be installed."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxpaged.commands.plan import add_device_flag, compiling_for, device_named
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, JaxpagedError
-from jaxpaged.core.flags import add_flags, new_parser, parse_flags, settle_model
+from jaxpaged.core.flags import add_flags, merge_model, new_parser, parse_flags
 
 if TYPE_CHECKING:
     import jax
@@ -30,22 +30,22 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.comp
     """Run the command.
 
     Returns:
-        0; 1 after an error told in one line.
+        0; 1 after an error, reported in one line.
     """
-    parser = new_parser(prog, "Compile the closed set of programs of a model, print what each takes, and keep them in "
-                        "a directory for `python -m jaxpaged.server --compiled DIR`. A config.json is enough for "
-                        "MODEL; neither weights nor the device have to be there. Give the flags that the server gets.")
+    parser = new_parser(prog, "Compile all programs of a model, print the memory and time of each, and store them in a "
+                        "directory for `python -m jaxpaged.server --compiled DIR`. MODEL needs only a config.json; "
+                        "neither the weights nor the device are needed. Give the same flags as to the server.")
     add_device_flag(parser)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="directory of the store; without it nothing is kept")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="directory to store the programs in (default: none)")
     parser.add_argument("--jobs", metavar="N", type=int, help="programs to compile at once (default: one per core)")
     parser.add_argument("--no-kernels", action="store_true",
-                        help="do not compile a second time, for a GPU, to count kernels and command buffers")
+                        help="skip the second compilation, for a GPU, that counts kernels and command buffers")
     add_flags(parser, (EngineConfig,), leave_out=("device", "compiled"))
     given = parse_flags(parser, argv if argv is not None else sys.argv[1:])
     device, out = given.pop("device", "auto"), given.pop("out", None)
     jobs, kernels = given.pop("jobs", None), not given.pop("no_kernels", False)
     try:
-        settle_model(given)
+        merge_model(given)
         config = EngineConfig(**given)
     except ConfigError as error:
         parser.error(str(error))
@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.comp
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """A program and what is told of it; kernels and command buffers are those of a GPU, if they were counted.
+    """A program and its properties; kernels and command buffers are counted for a GPU only.
 
     Attributes:
-        kernels: launches of work in all, or per layer in a forward pass.
+        kernels: total number of launches, or those per layer in a forward pass.
     """
 
     executable: "jax.stages.Compiled"
@@ -75,10 +75,10 @@ class CompiledProgram:
 def compile_programs(
     programs: "ProgramSet", names: Sequence["ProgramName"], jobs: int, small: Sequence["ProgramSet"] = ()
 ) -> dict["ProgramName", CompiledProgram]:
-    """Compile programs on several threads, with a progress bar; each anew, so that it can be stored.
+    """Compile programs on several threads, with a progress bar and without caches, so that each can be stored.
 
     Args:
-        small: the same programs for a model of one layer and of two; from those kernels are counted, on a GPU.
+        small: the same programs for models of one layer and of two, in which kernels are counted, for a GPU.
     """
     import jax
     from tqdm import tqdm
@@ -93,7 +93,7 @@ def compile_programs(
         return CompiledProgram(executable, seconds, aot.facts_of(executable), *counted)
 
     done: dict[ProgramName, CompiledProgram] = {}
-    # What the cache has read back cannot be written down again, and JAX may hold some of that in memory.
+    # Programs read back from a cache, on disk or in memory, cannot be serialised again.
     jax.clear_caches()
     with (aot.no_persistent_cache(), ThreadPoolExecutor(jobs) as threads,
           tqdm(total=len(names), desc="Compiling programs", unit="program") as bar):
@@ -105,13 +105,13 @@ def compile_programs(
 
 
 def _count_kernels(small: Sequence["ProgramSet"], name: "ProgramName") -> tuple[float, int]:
-    """Kernels per layer of a forward pass, in all of another program; and command buffers."""
+    """Number of kernels, per layer for a forward pass, and of command buffers."""
     from jaxpaged.execution import aot
 
     counts = []
     for programs in small if name[0] == "forward" else small[-1:]:
         with tempfile.TemporaryDirectory() as folder:
-            # A second time: where XLA leaves its notes would become a part of the program that is kept.
+            # A second compilation: the dump folder would become part of the stored program.
             programs.compile(name, aot.dump_options(Path(folder)))
             kinds = [thunk.kind for thunk in aot.thunks(Path(folder))]
         counts.append(sum(kind not in aot.BRACKETS for kind in kinds))
@@ -119,17 +119,17 @@ def _count_kernels(small: Sequence["ProgramSet"], name: "ProgramName") -> tuple[
 
 
 def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int, kernels: bool) -> None:
-    # Only here: --help and a bad flag answer at once.
+    # imported late: --help and errors in flags are quick
     from jaxpaged.engine.startup import layout_of, model_of, programs_of
     from jaxpaged.loading.checkpoint import read_config
     from jaxpaged.loading.hub import resolve_config
 
     if out is not None and out.exists() and not (out / "store.json").exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} holds other files; name another directory with --out")
+        raise ConfigError(f"{out} contains other files; choose another directory with --out")
     hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
     device = device_named(device_name, config, _say)
     if not device.devices:
-        raise ConfigError(f"there is no compiler for {device_name} here")
+        raise ConfigError(f"no compiler for {device_name} is installed")
     model = model_of(config, hf, device.platform)
     with compiling_for(device_name):
         layout = layout_of(config, model, device, _say)
@@ -154,7 +154,7 @@ def _small(
 
 
 def table(compiled: dict["ProgramName", CompiledProgram]) -> list[str]:
-    """A table of the programs, in Markdown."""
+    """The programs as a table in Markdown."""
     rows = [("program", "seconds", "arguments", "aliased", "temporaries", "kernels", "collectives", "command buffers")]
     for (kind, count), item in compiled.items():
         facts = item.facts

@@ -21,18 +21,18 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.conv
     """Run the command.
 
     Returns:
-        0, or 1 after an error told in one line.
+        0, or 1 after an error, reported in one line.
     """
     parser = Parser(prog=prog, allow_abbrev=False,
                     description="Save a model's parameters with Orbax, beside its config and tokenizer. The directory "
-                    "is a MODEL for every command; each device reads only its piece.")
+                    "is a MODEL for every command; each device reads only its shard.")
     parser.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL,
                         help="directory in Hugging Face layout, .gguf file, hub id, or the embedded default")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to make; it must not hold anything yet")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to create; it must be empty")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                         help="dtype to save in; auto: the checkpoint's (bfloat16 where it is quantised)")
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub model")
-    parser.add_argument("--download-dir", metavar="TEXT", help="where downloads are kept (default: the user's cache)")
+    parser.add_argument("--download-dir", metavar="TEXT", help="directory for downloads (default: the user's cache)")
     arguments = parser.parse_args(argv)
     try:
         _convert(arguments)
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.conv
 def _convert(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty directory; name another one")
-    # Only here: --help and a bad flag answer at once.
+        raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
+    # imported late: --help and errors in flags are quick
     from jaxpaged.engine.planning import define, model_dtype
     from jaxpaged.execution.devices import select_device
     from jaxpaged.execution.sharding import Partition
@@ -60,7 +60,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     source = resolve_model(arguments.model, arguments.revision, arguments.download_dir)
     checkpoint = open_model(source)
     if isinstance(checkpoint, OrbaxCheckpoint):
-        raise ConfigError(f"{source} is already a directory that Orbax has saved")
+        raise ConfigError(f"{source} was already saved by Orbax")
     select_device("cpu")
     family = find_family(checkpoint.config)
     config = family.config_from_hf(checkpoint.config)
@@ -74,7 +74,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     with _bar(out, definition.weight_bytes):
         save(out, params)
     _write_tokenizer(source, out)
-    # Last: what was broken off is no model.
+    # Last, so that an interrupted conversion is not taken for a model.
     (out / "config.json").write_text(json.dumps(checkpoint.config | {"dtype": dtype.name}, indent=2) + "\n")
     print(f"{out}: {definition.weight_bytes / 2**20:,.0f} MiB of {dtype.name} parameters; use it as --model {out}")
 
@@ -91,7 +91,7 @@ def _write_tokenizer(source: Path, out: Path) -> None:
 
 @contextmanager
 def _bar(folder: Path, size: int) -> Iterator[None]:
-    """A progress bar of the bytes that have come into a folder; compression may leave it short of the end."""
+    """A progress bar of the bytes in a folder; with compression there are fewer than `size`."""
     from tqdm import tqdm
 
     done = threading.Event()
@@ -116,6 +116,6 @@ def _bar(folder: Path, size: int) -> Iterator[None]:
 def _bytes_in(folder: Path) -> int:
     total = 0
     for file in folder.rglob("*"):
-        with suppress(OSError):  # Orbax renames what it has finished
+        with suppress(OSError):  # Orbax renames finished files
             total += file.stat().st_size
     return total

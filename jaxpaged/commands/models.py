@@ -1,4 +1,4 @@
-"""`python -m jaxpaged.models`: the architectures of config.json that can be served, one a line."""
+"""`python -m jaxpaged.models`: the supported architectures of config.json, one per line."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.models") -> int:
     """Run the command and return its exit code."""
-    argparse.ArgumentParser(prog=prog, description="List the architectures, as config.json names them, that can be "
-                                                   "served.").parse_args(argv)
-    from jaxpaged.models.registry import FAMILIES  # only here: --help answers at once
+    argparse.ArgumentParser(prog=prog, description="List the supported architectures, as config.json "
+                                                   "names them.").parse_args(argv)
+    from jaxpaged.models.registry import FAMILIES  # slow to import
 
     print(*sorted(FAMILIES), sep="\n")
     return 0

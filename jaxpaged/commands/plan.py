@@ -1,4 +1,4 @@
-"""`python -m jaxpaged.plan`: what a model takes of a device's memory, and how many requests fit, without either."""
+"""`python -m jaxpaged.plan`: how a model fits a device's memory, and how many requests fit; needs neither."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import ConfigError, JaxpagedError
-from jaxpaged.core.flags import Parser, add_flags, new_parser, parse_flags, settle_model
+from jaxpaged.core.flags import Parser, add_flags, merge_model, new_parser, parse_flags
 
 if TYPE_CHECKING:
     import jax
@@ -20,31 +20,31 @@ _HERE = ("auto", "cpu", "cuda")
 
 
 def add_device_flag(parser: Parser) -> None:
-    """--device with the names of GPUs that need not be there."""
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, auto (default: what is here), or a GPU that need "
-                        "not be here: a100-40g, a100-80g, a10, l4, l40s, h100, h200, b200")
+    """Add --device, which also takes the names of GPUs that are not installed."""
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, auto (default: what is installed), or a GPU that "
+                        "need not be: a100-40g, a100-80g, a10, l4, l40s, h100, h200, b200")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.plan") -> int:
     """Run the command.
 
     Returns:
-        0; 1 if the model does not fit or cannot be read, told in one line.
+        0; 1 if the model does not fit or cannot be read, reported in one line.
     """
-    parser = new_parser(prog, "Print the memory plan of a model on a device: what the engine would print at its start. "
-                        "A config.json is enough for MODEL; neither weights nor the device have to be there.")
+    parser = new_parser(prog, "Print the memory plan of a model on a device, as the engine does at start. MODEL needs "
+                        "only a config.json; neither the weights nor the device are needed.")
     add_device_flag(parser)
     parser.add_argument("--lengths", metavar="N", type=int, nargs="+",
-                        help="request lengths in tokens to count (default: some, up to the longest)")
+                        help="request lengths in tokens for which to count concurrent requests")
     parser.add_argument("--no-compile", action="store_true",
-                        help="take the bound of the temporaries instead of compiling the largest step")
+                        help="use an upper bound of temporary memory instead of compiling the largest step")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_flags(parser, (EngineConfig,), leave_out=("device",))
     given = parse_flags(parser, argv if argv is not None else sys.argv[1:])
     device, lengths = given.pop("device", "auto"), given.pop("lengths", None)
     no_compile, as_json = given.pop("no_compile", False), given.pop("json", False)
     try:
-        settle_model(given)
+        merge_model(given)
         if lengths and min(lengths) < 1:
             raise ConfigError("--lengths must be at least 1")
         config = EngineConfig(**given)
@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.plan
 
 
 def device_named(name: str, config: EngineConfig, report: Callable[[str], None]) -> "DeviceInfo":
-    """The device that programs are planned and compiled for: what is here, or a GPU by its name.
+    """The device to plan and compile for: an installed one, or a GPU by its name.
 
-    Where no compiler for that GPU is here, `devices` is empty, and `report` takes a line with the reason.
+    Without a compiler for that GPU `devices` is empty, and `report` gets a line with the reason.
     """
-    # Only here, and below: --help and a bad flag answer at once.
+    # imported late: --help and errors in flags are quick
     from jaxpaged.execution import aot
     from jaxpaged.execution.devices import DeviceInfo, fix_platform, select_device
     from jaxpaged.execution.gpu_targets import find_gpu
@@ -83,7 +83,7 @@ def device_named(name: str, config: EngineConfig, report: Callable[[str], None])
 
 
 def compiling_for(name: str) -> contextlib.AbstractContextManager[None]:
-    """Around what compiles for the device of this name: JAX's cache serves devices that are here alone."""
+    """A context for compiling for this device: JAX's cache works for installed devices only."""
     from jaxpaged.execution import aot
 
     return contextlib.nullcontext() if name in _HERE else aot.no_persistent_cache()

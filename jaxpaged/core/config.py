@@ -1,4 +1,4 @@
-"""The engine's configuration: one frozen value, made from flags or keyword arguments and checked in one place.
+"""The engine's configuration: one frozen value, made from flags or keyword arguments and checked here.
 
 Each field is one keyword of `LLM` and one flag of the server; `metadata` holds the flag's help text and choices.
 """
@@ -57,8 +57,8 @@ class EngineConfig:
     block_size: int = _flag(16, "tokens in one KV block", choices=BLOCK_SIZES, group="memory")
     gpu_memory_utilization: float | None = _flag(
         None, "share of the device's memory to use, allocated at start; engines that share a GPU split it this way "
-        f"(default: {DEFAULT_MEMORY_SHARE}; on CPU the pool is min(2 GiB, a quarter of the memory the process may use) "
-        "unless this is given)", group="memory")
+        f"(default: {DEFAULT_MEMORY_SHARE}; on CPU the pool is 2 GiB, or a quarter of the memory the process may use "
+        "if that is less)", group="memory")
     kv_cache_memory_bytes: int | None = _flag(None, "size of the KV pool in bytes, instead of a share", group="memory")
     num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks, instead of a share", group="memory")
     kv_cache_dtype: str = _flag("auto", "dtype of the KV pool; auto: the model's; int8 and fp8 hold about twice "
@@ -67,7 +67,7 @@ class EngineConfig:
     cpu_attention: str = _flag(
         "auto", "attention on CPU: a native kernel, compiled at the first start, or XLA; auto: native where it can be "
         "built", choices=("auto", "native", "xla"), group="memory")
-    cpu_linear: str = _flag("auto", "products with the weights on CPU, likewise", choices=("auto", "native", "xla"),
+    cpu_linear: str = _flag("auto", "matrix products on CPU, likewise", choices=("auto", "native", "xla"),
                             group="memory")
     gpu_attention: str = _flag(
         "auto", "how Pallas lowers attention for a GPU; mosaic: steps of few tokens by Mosaic GPU, on one Hopper GPU; "
@@ -91,9 +91,9 @@ class EngineConfig:
                                    "shortest predicted work", choices=("fcfs", "priority", "predicted"),
                                    group="scheduling")
     batch_invariant: bool = _flag(False, "bitwise equal results whatever else is in the batch", group="scheduling")
-    enable_embeddings: bool = _flag(False, "serve /v1/embeddings; compiles one more program", group="server")
+    enable_embeddings: bool = _flag(False, "serve /v1/embeddings; compiles one more program", group="model")
     logprobs_mode: str = _flag("raw_logprobs", "log probabilities before or after penalties and temperature",
-                               choices=("raw_logprobs", "processed_logprobs"), group="server")
+                               choices=("raw_logprobs", "processed_logprobs"), group="model")
     tensor_parallel_size: int = _flag(1, "devices to shard each layer over", short="-tp", group="parallel")
     pipeline_parallel_size: int = _flag(1, "devices to spread the layers over", short="-pp", group="parallel")
     data_parallel_size: int = _flag(1, "copies of the model", short="-dp", group="parallel")
@@ -132,7 +132,7 @@ class EngineConfig:
         self._refuse_unsupported()
 
     def swap_bytes(self, platform: str) -> int:
-        """Host memory for evicted blocks.
+        """Bytes of host memory for evicted blocks.
 
         Raises:
             ConfigError: swap_space is not a number of GiB.

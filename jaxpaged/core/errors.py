@@ -1,4 +1,4 @@
-"""Every error that a user can meet, each with a text that says what to change."""
+"""Every error that users see; each text says what to change."""
 
 
 class JaxpagedError(Exception):
@@ -18,11 +18,11 @@ class UnsupportedModelError(CheckpointError):
 
 
 class RequestError(JaxpagedError, ValueError):
-    """A request cannot be served as it stands.
+    """A request cannot be served as it is.
 
     Args:
         message: what is wrong and what to change, without the user's input.
-        param: the field at fault, as the user spells it.
+        param: the invalid field, by the name the user knows.
         code: a machine-readable code of the OpenAI API, such as `context_length_exceeded`.
     """
 
@@ -33,7 +33,7 @@ class RequestError(JaxpagedError, ValueError):
         self.code = code
 
     def with_param(self, param: str) -> "RequestError":
-        """The same with another field at fault, for a request that spells it so."""
+        """The same error for another field, whose name the user knows."""
         return type(self)(self.message, param=param, code=self.code)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -45,7 +45,7 @@ def _rebuild_request_error(kind: type[RequestError], message: str, param: str | 
 
 
 class NotSupportedError(RequestError):
-    """The request names a feature that exists in the API but is not built yet."""
+    """The request names a feature that exists in the API but is not implemented."""
 
 
 class ContextLengthError(RequestError):
@@ -57,9 +57,9 @@ class OverloadedError(RequestError):
 
 
 class EngineDeadError(JaxpagedError, RuntimeError):
-    """The engine has stopped and answers no more requests."""
+    """The engine has stopped and serves no more requests."""
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in one line; its kind where it says nothing."""
+    """The first line of another library's error, or its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

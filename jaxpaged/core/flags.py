@@ -1,4 +1,4 @@
-"""How the commands' flags are made from the fields of a config's dataclass: one home for each flag, one way to read it.
+"""Makes the commands' flags from the fields of config dataclasses, so that each flag is defined once.
 
 Only the standard library is imported here: `--help` and a typo answer at once.
 """
@@ -19,16 +19,15 @@ GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "schedu
 
 
 class Parser(argparse.ArgumentParser):
-    """One line per error, and no guessing from abbreviations."""
+    """Prints one line per error."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def new_parser(prog: str, description: str) -> Parser:
-    """A parser of `PROG [MODEL] [flags]`, with nothing but --help.
-
-    SUPPRESS keeps what was not given out of the namespace: the dataclasses alone know the defaults.
+    """A parser of `PROG [MODEL] [flags]` with only --help. Flags that are not given stay out of the namespace: the
+    defaults are those of the dataclasses.
     """
     parser = Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False,
                     usage=f"{prog} [MODEL] [flags]", description=description)
@@ -38,7 +37,7 @@ def new_parser(prog: str, description: str) -> Parser:
 
 
 def add_flags(parser: Parser, configs: Sequence[type], leave_out: Collection[str] = ()) -> None:
-    """Add a flag for each field of these dataclasses that has help; `metadata` has its group, choices, other names."""
+    """Add a flag for each field with help text; its `metadata` has the group, the choices and other names."""
     sections = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
     for config in configs:
         types = typing.get_type_hints(config)
@@ -47,8 +46,8 @@ def add_flags(parser: Parser, configs: Sequence[type], leave_out: Collection[str
                 _add_flag(sections[item.metadata["group"]], item, types[item.name])
 
 
-def settle_model(given: dict[str, Any]) -> None:
-    """Make one of the positional MODEL and --model.
+def merge_model(given: dict[str, Any]) -> None:
+    """Merge the positional MODEL into --model.
 
     Raises:
         ConfigError: both are given and differ.
@@ -57,7 +56,7 @@ def settle_model(given: dict[str, Any]) -> None:
     if positional is None:
         return
     if given.setdefault("model", positional) != positional:
-        raise ConfigError(f"the model is given twice, as {positional} and as --model {given['model']}; keep one")
+        raise ConfigError(f"the model is given twice, as {positional} and as --model {given['model']}; leave one out")
 
 
 def _add_flag(group: Any, item: Any, kind: Any) -> None:
@@ -69,6 +68,7 @@ def _add_flag(group: Any, item: Any, kind: Any) -> None:
         help += f" (only {only} is supported so far)" if only else " (not supported yet)"
     elif item.default not in (None, False, (), "") and "default:" not in help:
         default = " ".join(item.default) if isinstance(item.default, tuple) else item.default
+        default = f"{default:g}" if isinstance(default, float) else default
         help += f" (default: {'on' if default is True else default})"
     help = help.replace("%", "%%")
     options = [option for option in (typing.get_args(kind) or (kind,)) if option is not type(None)]
@@ -113,12 +113,12 @@ _json_object.__name__ = "JSON object"
 
 
 def flag_of(name: str) -> str:
-    """How a user spells a field of a config, or a limit."""
+    """The flag of a config field."""
     return "--" + name.replace("_", "-")
 
 
 def parse_flags(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
-    """What was given, by field; an unknown flag ends the process with the nearest known one."""
+    """The given values by field; an unknown flag ends the process with a hint at the nearest known one."""
     namespace, unknown = parser.parse_known_args([_with_dashes(item) for item in argv])
     if unknown:
         flags = [item for item in unknown if item.startswith("-")]
@@ -133,6 +133,6 @@ def parse_flags(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_dashes(item: str) -> str:
-    # --max_model_len is how keyword arguments are spelled, and a common habit
+    # accept --max_model_len, the spelling of the keyword argument
     name, equals, value = item.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else item

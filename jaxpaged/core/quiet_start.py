@@ -1,4 +1,4 @@
-"""Starting JAX on a machine without a GPU, beside an installed CUDA plugin that would tell so several times."""
+"""Starting JAX quietly on a machine without a GPU, where an installed CUDA plugin prints notices."""
 
 import contextlib
 import importlib.util
@@ -10,20 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _STDERR = 2
-# Each of the plugin's libraries says both, as it is loaded; no option and no log level of JAX keeps them from it.
+# Each of the plugin's libraries prints both when loaded; no option or log level of JAX prevents it.
 _NOTICES = re.compile(rb"Could not find cuda drivers on your machine|before absl::InitializeLog\(\) is called")
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the system has a driver for one."""
+    """Whether the system has an NVIDIA driver."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
 @contextlib.contextmanager
 def without_cuda_notices() -> Iterator[None]:
-    """Inside, what native code and Python write to stderr is held back; behind, all but the notices is written.
+    """Hold back stderr, including that of native code, and write it without the notices at the end.
 
-    Does nothing where there is a GPU or no plugin.
+    Does nothing if there is a GPU or no plugin.
     """
     plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     if has_nvidia_gpu() or not plugins:

@@ -1,4 +1,4 @@
-"""How to sample one request, and what each value may be; how many and how large is for `jaxpaged.core.limits`."""
+"""How to sample one request, and the range of each value; `jaxpaged.core.limits` bounds their number and size."""
 
 import enum
 import math
@@ -11,9 +11,9 @@ from jaxpaged.core.errors import RequestError
 
 MAX_N = 2**14
 MAX_LENGTH_PENALTY = 10
-MAX_MAX_TOKENS = 2**63 - 1  # beyond any context; a number of thousands of digits would make its error as long
+MAX_MAX_TOKENS = 2**63 - 1  # beyond any context; keeps numbers of thousands of digits out of error texts
 MAX_SEED = 2**64 - 1
-# What the sampling programs have room for in each row.
+# Array sizes of the sampling programs, for each row of the batch.
 MAX_BEAM_CANDIDATES = 32  # continuations of each beam
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
@@ -21,7 +21,7 @@ MAX_BAD_WORD_TOKENS = 16
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a running request holds: all so far, only the news, or nothing until the end."""
+    """What each output of a running request holds: all output so far, only new output, or nothing until the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -40,7 +40,7 @@ class StructuredOutputsParams:
         json_object: any JSON object.
 
     Raises:
-        RequestError: of another type or number; what is inside is checked once the request is processed.
+        RequestError: a wrong type, or none or several fields; the contents are checked with the request.
     """
 
     json: str | dict[str, Any] | None = None
@@ -78,28 +78,26 @@ class SamplingParams:
         repetition_penalty: > 0; 1 is off.
         temperature: >= 0; 0 is greedy.
         top_p: (0, 1]; smallest set of tokens that holds this much probability.
-        top_k: number of most probable tokens kept; 0 or -1 keeps all.
-        min_p: [0, 1]; least probability of a kept token relative to the most probable one.
+        top_k: number of most probable tokens to sample from; 0 or -1 for all.
+        min_p: [0, 1]; minimum probability of a token, relative to the most probable one.
         seed: same seed, same result, whatever else runs beside it.
         stop: string or strings that end the text; they are not part of it unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the text.
-        ignore_eos: go on after the model's end token.
-        max_tokens: most tokens to generate; None for as many as the context holds, 0 only with prompt_logprobs.
-        min_tokens: no end before this many tokens, by end token, stop id or stop string.
+        ignore_eos: continue after the model's end token.
+        max_tokens: maximum number of tokens to generate; None for as many as fit, 0 only with prompt_logprobs.
+        min_tokens: minimum number of tokens before an end token, stop id or stop string ends the text.
         logprobs, prompt_logprobs: number of alternatives to report per position.
-        logit_bias: token id -> -100 to 100, added to its logit; 100 makes it the choice, -100 rules it out.
-        allowed_token_ids: the only ids that may come.
-        bad_words: texts that must not come in the output, as the tokenizer spells them, with and without a
-            space before.
-        detokenize: False leaves `text` empty and takes no stop strings.
-        use_beam_search: the n best of `best_of` beams (n if not given) instead of samples; temperature and the like do
-            not count then.
+        logit_bias: token id -> -100 to 100, added to its logit; 100 forces the token, -100 bans it.
+        allowed_token_ids: the only ids that may be generated.
+        bad_words: texts that must not be generated, as the tokenizer encodes them with and without a space before.
+        detokenize: False leaves `text` empty and excludes stop strings.
+        use_beam_search: the n best of `best_of` beams (n if not given) instead of samples; temperature and the like
+            are ignored.
         length_penalty: a beam's score is divided by its length to this power.
-        early_stopping: True ends a search with its first `best_of` results, False once no running beam can become
-            better at its present length, "never" once none can at any length.
-        expected_output_tokens: how long the answer will be, as far as the caller knows; orders requests under
-            `--scheduling-policy predicted`.
-        structured_outputs: what the text must look like; it ends where nothing may follow.
+        early_stopping: True ends a search at its first `best_of` results, False once no running beam can improve on
+            them at its present length, "never" once none can at any length.
+        expected_output_tokens: expected length of the output; orders requests under `--scheduling-policy predicted`.
+        structured_outputs: constrains the text, which ends when nothing more may follow.
         output_kind: what each output of a running request holds.
 
     Raises:
@@ -138,7 +136,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # numpy's numbers become Python's
+        for item in fields(self):  # convert numpy's numbers to Python's
             value = getattr(self, item.name)
             if isinstance(value, Real) and not isinstance(value, (int, float)):
                 object.__setattr__(self, item.name, int(value) if isinstance(value, Integral) else float(value))
@@ -183,36 +181,36 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, empty where there are none."""
+        """The stop strings; may be empty."""
         return tuple(self.stop or ())
 
     @property
     def greedy(self) -> bool:
-        """True where no random number decides: temperatures below 1e-5 included."""
+        """Whether sampling is deterministic; temperatures below 1e-5 count as 0."""
         return self.temperature < 1e-5 or self.top_k == 1
 
     @property
     def full_sampling(self) -> bool:
-        """True where sampling takes more than the logits and a draw."""
+        """Whether sampling needs more than the logits and a random number."""
         return self.logprobs is not None or self.has_processors
 
     @property
     def num_sequences(self) -> int:
-        """Choices that are drawn; a beam search is one request of the engine's that gives n."""
+        """Number of sequences in the engine; a beam search is one that returns n."""
         return self.n if self.best_of is None or self.use_beam_search else self.best_of
 
     def for_engine(self) -> "SamplingParams":
-        """What the engine has to know: where choices are compared, it tells log probabilities."""
+        """The parameters for the engine, which reports log probabilities if choices are compared."""
         return replace(self, logprobs=self.logprobs or 0) if self.num_sequences > self.n else self
 
     @property
     def has_penalties(self) -> bool:
-        """True where the tokens so far count."""
+        """Whether the tokens so far affect sampling."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
     def has_processors(self) -> bool:
-        """True where something changes the logits before the draw."""
+        """Whether anything modifies the logits before sampling."""
         return (self.has_penalties or self.min_tokens > 0 or bool(self.logit_bias) or bool(self.bad_words)
                 or self.allowed_token_ids is not None)
 
@@ -234,8 +232,8 @@ def _check_number(name: str, value: object, low: float, high: float, *, low_open
         assert isinstance(value, (int, float))
         good = (value > low if low_open else value >= low) and value <= high
     if not good:
-        least = f"greater than {low}" if low_open else f"at least {low}"
-        raise RequestError(f"{name} must be a number {least}" + (f" and at most {high}" if high < math.inf else ""),
+        minimum = f"greater than {low}" if low_open else f"at least {low}"
+        raise RequestError(f"{name} must be a number {minimum}" + (f" and at most {high}" if high < math.inf else ""),
                            param=param or name)
 
 
@@ -255,7 +253,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
         return None
     if not isinstance(value, (list, tuple)):
         raise RequestError(f"{name} must be a list of token ids", param=name)
-    # Not one by one: there may be a million, and a server's event loop waits. Not isinstance: True is an int.
+    # Not one by one: a million ids would block the server's event loop. Not isinstance: True is an int.
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**31):
         raise RequestError(f"{name} must be integers from 0 to {2**31 - 1}", param=name)
     return tuple(dict.fromkeys(value))
@@ -275,7 +273,7 @@ def _logit_bias(value: object) -> dict[int, float] | None:
         raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
     found: dict[int, float] = {}
     for key, bias in value.items():
-        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11:  # JSON has no other keys
+        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11:  # all keys of JSON are strings
             key = int(key)
         _check_int("a key of logit_bias", key, 0, 2**31 - 1, param="logit_bias")
         _check_number("a value of logit_bias", bias, -100, 100, param="logit_bias")
@@ -287,10 +285,10 @@ def _bad_words(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) and item for item in value):
-        raise RequestError("bad_words must be a list of texts, none of them empty", param="bad_words")
+        raise RequestError("bad_words must be a list of non-empty strings", param="bad_words")
     return tuple(value) or None
 
 
 def num_beam_candidates(width: int, num_end_ids: int) -> int:
-    """Continuations to look at, so that `width` are left if the best ones all end."""
+    """Number of continuations to consider, so that `width` remain if the best ones all end."""
     return max(2, 1 + num_end_ids) * width

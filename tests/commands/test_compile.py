@@ -178,4 +178,4 @@ def test_fp8_pages_for_a_gpu_without_fp8_are_one_error(
 
 def test_other_files_are_not_overwritten(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model), "--device", "cpu", "--out", str(model)]) == 1
-    assert "holds other files" in capsys.readouterr().err
+    assert "contains other files" in capsys.readouterr().err

@@ -17,7 +17,7 @@ print(select_device("cpu").platform)
 """
 
 
-def test_a_start_says_nothing() -> None:
+def test_a_start_prints_nothing() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", START], cwd=ROOT, env=environment, capture_output=True, text=True,
                           timeout=120)
@@ -25,7 +25,7 @@ def test_a_start_says_nothing() -> None:
 
 
 @pytest.mark.skipif(has_nvidia_gpu(), reason="with a GPU nothing is held back")
-def test_other_lines_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_lines_are_printed(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ImportError), without_cuda_notices():
         os.write(2, b"an error\nI0000 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU\n")
         os.write(2, b"another\n")

@@ -45,7 +45,7 @@ def chat(server: LiveServer, **body: Any) -> httpx.Response:
         "messages": [{"role": "user", "content": "x" * 100}], **body})
 
 
-def test_the_state_tells_of_every_block(server: LiveServer) -> None:
+def test_the_state_reports_every_block(server: LiveServer) -> None:
     assert httpx.get(f"{server.url}/engine/state").status_code == 401
     assert chat(server, max_tokens=3).status_code == 200
     time.sleep(0.3)

@@ -147,7 +147,7 @@ def test_chat_with_the_client(client: openai.OpenAI) -> None:
     ("/v1/chat/completions", {"messages": EMOJI, "max_tokens": 40}),
     ("/v1/chat/completions", {"messages": EMOJI, "max_completion_tokens": 7, "n": 2}),
 ])
-def test_a_stream_says_the_same_as_the_whole_answer(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_a_stream_has_the_same_text_as_the_whole_answer(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     body = {"temperature": 0, **body}
     whole = post(http, path, **body)
     events = stream(http, path, **body, stream_options={"include_usage": True})
@@ -519,7 +519,7 @@ def test_metrics_agree_with_usage(server: LiveServer, http: httpx.Client) -> Non
     assert all(value >= before[name] for name, value in after.items() if name.endswith(("_total", "_count", "_sum")))
 
 
-def test_the_log_tells_what_was_loaded_and_never_what_was_said(server: LiveServer, http: httpx.Client) -> None:
+def test_the_log_reports_the_model_and_never_the_text_of_requests(server: LiveServer, http: httpx.Client) -> None:
     post(http, prompt="my secret words", max_tokens=1, frobnicate="another secret")
     refused(http.post("/v1/completions", json={"prompt": "my secret words", "temperature": "top secret"}),
             param="temperature")

@@ -134,7 +134,7 @@ def test_flags_from_a_file_yield_to_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "word"), [
-    (b"- a\n", "one flag a line"), (b"a: [\n", "YAML"), (b"\xff\xfe\x00", "--config"), (b"prot: 1\n", "--port"),
+    (b"- a\n", "one flag per line"), (b"a: [\n", "YAML"), (b"\xff\xfe\x00", "--config"), (b"prot: 1\n", "--port"),
     (b"config: x\n", "another"), (b"port: [1, 2]\n", "--port"),
 ])
 def test_a_bad_file_is_one_line(

@@ -126,7 +126,7 @@ def test_what_a_client_may_choose(client: openai.OpenAI) -> None:
     assert message["reasoning_content"] is None and message["content"] == "Hello!"
 
 
-def test_the_model_is_told_of_tools_and_of_earlier_calls(client: openai.OpenAI) -> None:
+def test_the_prompt_has_the_tools_and_earlier_calls(client: openai.OpenAI) -> None:
     def prompt(**more: Any) -> str:
         answer = ask(client, "words", **more, extra_body={"return_token_ids": True}, max_tokens=1)
         return "".join(chr(number) if number < 128 else "#" for number in _texts(answer.prompt_token_ids))

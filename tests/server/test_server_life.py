@@ -80,7 +80,7 @@ def gone(server: LiveServer) -> bool:
 # Ends
 
 
-def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(start: Any) -> None:
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start: Any) -> None:
     server = start().wait_ready()
     host, port = server.url.removeprefix("http://").split(":")
     with long_stream(server) as lines, socket.create_connection((host, int(port)), timeout=30) as half:
@@ -327,7 +327,7 @@ def test_template_errors_are_the_clients(strict: LiveServer) -> None:
     assert answer.status_code == 400 and "no tools here" in answer.json()["error"]["message"]
 
 
-def test_the_log_of_requests_tells_sizes(strict: LiveServer) -> None:
+def test_the_log_of_requests_has_sizes(strict: LiveServer) -> None:
     body = {"prompt": "unheard-of words", "max_tokens": 1, "temperature": 0.125}
     assert httpx.post(f"{strict.url}/v1/completions", headers=KEY, json=body).status_code == 200
     assert "16 prompt tokens" in strict.log and "temperature=0.125" in strict.log

@@ -263,7 +263,7 @@ def test_whole_answers_are_in_prompt_major_order() -> None:
 # Outputs on their way
 
 
-def piece(request: str, choice: int, text: str, ids: tuple[int, ...], finish: Any = None) -> RequestOutput:
+def delta(request: str, choice: int, text: str, ids: tuple[int, ...], finish: Any = None) -> RequestOutput:
     told = tuple({number: Logprob(-float(number), 1)} for number in ids)
     return RequestOutput(request, None, (1,), (CompletionOutput(choice, text, ids, finish_reason=finish, logprobs=told,
                                                                 text_offsets=ids),), finish is not None)
@@ -283,14 +283,14 @@ def test_a_reader_of_any_speed_gets_everything_once_and_in_order(steps: list[Any
                 for choice in output.outputs:
                     key = output.request_id, choice.index
                     before = got.get(key, ["", (), (), ()])
-                    news = choice.text, choice.token_ids, choice.logprobs, choice.text_offsets
-                    got[key] = [old + new for old, new in zip(before, news, strict=True)]
+                    added = choice.text, choice.token_ids, choice.logprobs, choice.text_offsets
+                    got[key] = [old + new for old, new in zip(before, added, strict=True)]
 
         for request, choice, text, ids, reads in steps:
-            stream.put(piece(request, choice, text, tuple(ids)))
+            stream.put(delta(request, choice, text, tuple(ids)))
             before = sent.get((request, choice), ["", (), (), ()])
-            news = text, tuple(ids), tuple({number: Logprob(-float(number), 1)} for number in ids), tuple(ids)
-            sent[request, choice] = [old + new for old, new in zip(before, news, strict=True)]
+            added = text, tuple(ids), tuple({number: Logprob(-float(number), 1)} for number in ids), tuple(ids)
+            sent[request, choice] = [old + new for old, new in zip(before, added, strict=True)]
             waiting = True
             if reads:
                 await take()
@@ -307,9 +307,9 @@ def test_a_reader_that_does_not_read_costs_little() -> None:
         stream = OutputStream(1)
         stream.running["a"] = 1
         for number in range(10_000):
-            stream.put(piece("a", 0, "x", (number,)))
+            stream.put(delta("a", 0, "x", (number,)))
         assert sum(map(len, stream._new_outputs.values())) < 100
-        stream.put(piece("a", 0, "end", (), "stop"))
+        stream.put(delta("a", 0, "end", (), "stop"))
         stream.end("a")
         [output] = await stream.get_all()
         assert output.outputs[0].text == "x" * 10_000 + "end" and output.finished
@@ -333,7 +333,7 @@ def test_a_failed_stream_raises_for_every_reader() -> None:
 
 
 def test_merging_keeps_the_newest_state() -> None:
-    merged = merge_outputs([piece("a", 1, "x", (1,)), piece("a", 0, "y", (2,)), piece("a", 1, "z", (3,), "stop")])
+    merged = merge_outputs([delta("a", 1, "x", (1,)), delta("a", 0, "y", (2,)), delta("a", 1, "z", (3,), "stop")])
     assert merged.finished
     assert [(choice.index, choice.text, choice.token_ids, choice.finish_reason) for choice in merged.outputs] == [
         (0, "y", (2,), None), (1, "xz", (1, 3), "stop")]
