@@ -116,12 +116,9 @@ def test_commands_run(command: str, tiny_model: Path, tmp_path: Path, request: p
 
 
 @pytest.mark.parametrize("block", PYTHON)
-def test_python_blocks_run(block: str, tiny_model: Path, request: pytest.FixtureRequest) -> None:
-    """The tiny model replaces the default one, with which the examples run."""
+def test_python_blocks_run(block: str, request: pytest.FixtureRequest) -> None:
     if "localhost:8000" in block:
         block = block.replace("http://localhost:8000", request.getfixturevalue("server").url)
-    else:
-        block = block.replace(DEFAULT, str(tiny_model))
     done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{block}\n{done.stderr}"
 
