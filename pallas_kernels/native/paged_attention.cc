@@ -101,17 +101,24 @@ Ints sees(Ints last, int i, int window) {
   return mask == Mask::kWindow ? (last >= i) & (last < i + window) : last >= i;
 }
 
+// The loops below are unrolled by pragma: left to itself, GCC keeps copies of the sums in memory.
+
 // scores[i][v] = the product of token i's key with lane vector v, for kBlock tokens and V lane vectors.
 template <int V>
 void score(const Floats* q, const float* keys, const int64_t* at, int64_t dim, int64_t stride, Floats* scores) {
   Floats sum[kBlock][V] = {};
   const float* key[kBlock];
+#pragma GCC unroll 16
   for (int i = 0; i < kBlock; ++i) key[i] = keys + at[i];
   for (int64_t h = 0; h < dim; ++h) {
+#pragma GCC unroll 16
     for (int i = 0; i < kBlock; ++i)
+#pragma GCC unroll 16
       for (int v = 0; v < V; ++v) sum[i][v] += q[h * stride + v] * key[i][h];
   }
+#pragma GCC unroll 16
   for (int i = 0; i < kBlock; ++i)
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) scores[i * stride + v] = sum[i][v];
 }
 
@@ -121,17 +128,23 @@ template <int V, int D, Mask mask>
 void add_values(const Floats* weights, const float* values, const Chunk& chunk, int64_t stride, const Floats* fade,
                 const Ints* last, int window, Floats* sums) {
   Floats sum[D][V];
+#pragma GCC unroll 16
   for (int d = 0; d < D; ++d)
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) sum[d][v] = sums[d * stride + v] * fade[v];
   for (int i = chunk.from; i < chunk.count; ++i) {
     const float* value = values + chunk.value[i];
+#pragma GCC unroll 16
     for (int d = 0; d < D; ++d)
+#pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
         const Floats next = sum[d][v] + weights[i * stride + v] * value[d];
         sum[d][v] = mask == Mask::kNone ? next : sees<mask>(last[v], i, window) ? next : sum[d][v];
       }
   }
+#pragma GCC unroll 16
   for (int d = 0; d < D; ++d)
+#pragma GCC unroll 16
     for (int v = 0; v < V; ++v) sums[d * stride + v] = sum[d][v];
 }
 
@@ -202,30 +215,37 @@ class Worker {
   void load(const Item& item) {
     const int64_t group = p_.group(), lanes = item.rows * group, all = vectors_ * kLanes, dim = p_.key_dim;
     const float scale = p_.softcap ? p_.scale / p_.softcap : p_.scale * kLog2E;
-    float *q = reinterpret_cast<float*>(q_), *slopes = reinterpret_cast<float*>(slopes_);
-    float *highest = reinterpret_cast<float*>(highest_), *total = reinterpret_cast<float*>(total_);
+    float* q = reinterpret_cast<float*>(q_);
     int32_t* last = reinterpret_cast<int32_t*>(last_);
     for (int64_t lane = 0; lane < all; ++lane) {
-      const bool used = lane < lanes;
-      const int64_t row = item.row + lane / group, head = item.head * group + lane % group;
-      const float* from = p_.q + (row * p_.heads + head) * dim;
-      for (int64_t h = 0; h < dim; ++h) q[h * all + lane] = used ? from[h] * scale : 0.0f;
-      last[lane] = used ? p_.position[row] : -1;
-      slopes[lane] = used && p_.slopes ? p_.slopes[head] * kLog2E : 0.0f;
-      highest[lane] = used && p_.sinks ? std::max(p_.sinks[head] * kLog2E, kLowest) : kLowest;
-      total[lane] = p_.sinks ? 1.0f : 0.0f;
+      const int64_t row = item.row + lane / group;
+      const float* from = p_.q + (row * p_.heads + item.head * group + lane % group) * dim;
+      for (int64_t h = 0; h < dim; ++h) q[h * all + lane] = lane < lanes ? from[h] * scale : 0.0f;
+      last[lane] = lane < lanes ? p_.position[row] : -1;
     }
     std::fill(sums_, sums_ + p_.value_dim * vectors_, Floats{});
+    std::fill(highest_, highest_ + vectors_, Floats{} + kLowest);
+    std::fill(total_, total_ + vectors_, Floats{} + (p_.sinks ? 1.0f : 0.0f));
+    std::fill(slopes_, slopes_ + vectors_, Floats{});
+    float *highest = reinterpret_cast<float*>(highest_), *slopes = reinterpret_cast<float*>(slopes_);
+    for (int64_t lane = 0; lane < lanes && (p_.sinks || p_.slopes); ++lane) {
+      const int64_t head = item.head * group + lane % group;
+      if (p_.sinks) highest[lane] = std::max(p_.sinks[head] * kLog2E, kLowest);
+      if (p_.slopes) slopes[lane] = p_.slopes[head] * kLog2E;
+    }
   }
 
   // Soft cap and ALiBi. With a cap, scores come divided by it.
   void adjust() {
-    for (int64_t v = 0; v < vectors_; ++v)
+    const float softcap = p_.softcap * kLog2E;
+    for (int64_t v = 0; v < vectors_; ++v) {
+      const Floats slope = slopes_[v], last = __builtin_convertvector(shifted_[v], Floats);
       for (int i = chunk_.from; i < chunk_.count; ++i) {
-        Floats& s = scores_[i * vectors_ + v];
-        if (p_.softcap) s = tanh(s) * (p_.softcap * kLog2E);
-        if (p_.slopes) s += slopes_[v] * __builtin_convertvector(i - shifted_[v], Floats);
+        Floats s = scores_[i * vectors_ + v];
+        if (softcap) s = tanh(s) * softcap;
+        scores_[i * vectors_ + v] = s + slope * (static_cast<float>(i) - last);
       }
+    }
   }
 
   template <Mask mask>
