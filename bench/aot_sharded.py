@@ -25,7 +25,7 @@ class ShardedRow:
     """One program; bytes are each device's.
 
     Attributes:
-        collectives: how many of each kind and shape.
+        collectives: the number of each kind and shape.
         collectives_outside: those that no command buffer holds.
         plan_weight_bytes, plan_pool_bytes: of the whole model, by the plan.
     """

@@ -1,11 +1,11 @@
-"""What the compiler makes of the engine's GPU programs, for GPUs that are not there: bench/results/aot.md.
+"""Facts about the engine's GPU programs, compiled without a GPU: memory, launches, kernels; bench/results/aot.md.
 
     python bench/bench_aot.py --write bench/results/aot.md      # compiles for each GPU in a process of its own
     python bench/bench_aot.py --gpu h200 --json FILE            # one GPU, as JSON
     python bench/bench_aot.py --layers 32 --models llama-3.1-8b # whole models instead of two layers
 
 The programs are the engine's own, with its defaults on a GPU (256 slots, 8,192 tokens in a step, blocks of 16) and a KV
-pool that fills the GPU as planned for the whole model. Nothing here has run on a GPU: these are facts about code.
+pool that fills the GPU as for the whole model. Nothing here has run on a GPU: these are facts about code.
 """
 
 import argparse
@@ -52,7 +52,7 @@ PER_LAYER_KERNEL = "paged_attention_combine"  # one in each layer, after everyth
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One program: bytes, launches, and its Pallas kernels as dicts of `gpu_code.Kernel`, with what the launch adds."""
+    """One program: bytes, launches, and its Pallas kernels as dicts of `gpu_code.Kernel`, with the launch's sizes."""
 
     gpu: str
     model: str
@@ -151,7 +151,7 @@ def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, mo
 
 
 def compile_in_children(gpus: tuple[str, ...], models: tuple[str, ...], layers: int) -> tuple[str, list[Row]]:
-    """One process per GPU, all at once: a compiler that aborts takes only its own process along.
+    """One process per GPU, all at once: a compiler that aborts ends only its own process.
 
     Returns:
         jax's version, and the rows.
@@ -164,8 +164,8 @@ def compile_in_children(gpus: tuple[str, ...], models: tuple[str, ...], layers: 
                        *models]
             children.append((file, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)))
         version, rows = "", []
-        said = [child.communicate(timeout=1200)[1].decode() for _, child in children]
-        for (file, child), errors in zip(children, said, strict=True):
+        errors_of = [child.communicate(timeout=1200)[1].decode() for _, child in children]
+        for (file, child), errors in zip(children, errors_of, strict=True):
             if child.returncode:
                 raise RuntimeError(f"{file.stem}: exit code {child.returncode}\n{errors[-4000:]}")
             content = json.loads(file.read_text())

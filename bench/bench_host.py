@@ -1,6 +1,7 @@
-"""What a step costs the engine's thread: schedule, build, dispatch and postprocess, on a model too small to count.
+"""The CPU time of a step on the engine's thread: schedule, build, dispatch and postprocess, with a tiny model.
 
-Times are CPU seconds of that thread alone, so that neither waiting for the device nor other programs count. `send` is
+For whoever changes the engine's loop or the scheduler. Times are CPU seconds of that thread alone, so that neither
+waiting for the device nor other programs count. `send` is
 what the server adds: packing a step's outputs for the HTTP process. Flags that are not this script's are the server's.
 """
 
@@ -33,9 +34,9 @@ class Clock:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
-    def around(self, owner: Any, name: str) -> None:
-        """Count the time of `owner.name` from now on."""
-        call: Callable[..., Any] = getattr(owner, name)
+    def around(self, instance: Any, name: str) -> None:
+        """Count the time of `instance.name` from now on."""
+        call: Callable[..., Any] = getattr(instance, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
@@ -44,7 +45,7 @@ class Clock:
             finally:
                 self.seconds[name] += time.thread_time() - began
 
-        setattr(owner, name, timed)
+        setattr(instance, name, timed)
 
 
 def make_engine(arguments: dict[str, Any]) -> Any:
@@ -72,7 +73,7 @@ def measure(engine: Any, clock: Clock, running: int, waiting: int, steps: int) -
     params = SamplingParams(temperature=0)
     began = time.thread_time()
     for number in range(running + waiting):
-        prompt = tuple((number * 31 + place) % 500 for place in range(PROMPT_TOKENS))
+        prompt = tuple((number * 31 + index) % 500 for index in range(PROMPT_TOKENS))
         engine.add_request(EngineRequest(f"request-{number}", prompt, params, steps + 200, seed=1))
     adding = (time.thread_time() - began) / (running + waiting)
     while engine.step().stats.num_running < running:
@@ -109,14 +110,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args, engine_flags = parser.parse_known_args()
-    most = max(args.running)
-    engine = make_engine({"max_num_seqs": most, **engine_arguments(engine_flags, parser.prog)})
+    max_running = max(args.running)
+    engine = make_engine({"max_num_seqs": max_running, **engine_arguments(engine_flags, parser.prog)})
     clock = Clock()
     clock.around(engine._scheduler, "schedule")
     clock.around(engine._runner, "dispatch")
     clock.around(engine._scheduler, "update_from_output")
-    cases = [*((running, 0) for running in sorted(args.running)), *((most, waiting) for waiting in args.waiting)]
-    measure(engine, clock, most, 0, 10)
+    cases = [*((running, 0) for running in sorted(args.running)), *((max_running, waiting) for waiting in args.waiting)]
+    measure(engine, clock, max_running, 0, 10)
     gc.collect()
     gc.freeze()  # as the server does
     found = [measure(engine, clock, running, waiting, args.steps) for running, waiting in cases]

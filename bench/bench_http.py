@@ -1,4 +1,6 @@
-"""What the HTTP side of the server costs per streamed token: CPU time of its process, not the engine's.
+"""The CPU time of the server's HTTP process per streamed token; the engine's process does not count.
+
+For whoever changes the HTTP side.
 
     python bench/bench_http.py --streams 32 512
 

@@ -1,4 +1,4 @@
-"""One request at a time: time to the first token, and time per token after it.
+"""One request at a time: time to the first token, and time per token after it, as one interactive user sees them.
 
     python bench/bench_latency.py --read-weights
     python bench/bench_latency.py --workload FILE.json
@@ -35,7 +35,7 @@ def read_weights_s(llm: Any, repeat: int = 20) -> float:
     import jax
 
     weights = [leaf.ravel() for leaf in jax.tree.leaves(llm.get_params())]
-    # Sums of several parts, since XLA on a CPU keeps the sum of a whole array on one core.
+    # Sums of several parts, since XLA on a CPU computes the sum of a whole array on one core.
     parts = [8 if leaf.size % 8 == 0 else 1 for leaf in weights]
 
     def read(weights: list[jax.Array]) -> list[jax.Array]:

@@ -1,5 +1,7 @@
 """The linear layers of one step alone, by tokens in the step: on XLA, and in the native kernels in turn.
 
+For whoever changes the native kernels.
+
     python bench/bench_linear.py
 
 Random weights in the model's shapes, float32, no attention, the head on at most 32 rows; the first line is the time to
@@ -41,7 +43,7 @@ def random_weights(shapes: dict[Any, Any]) -> dict[Any, Any]:
     draw = np.random.default_rng(0)
 
     def weights(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        memory = arena.take(4 * leaf.size).view(np.float32).reshape(leaf.shape)
+        memory = arena.allocate(4 * leaf.size).view(np.float32).reshape(leaf.shape)
         draw.standard_normal(out=memory, dtype=np.float32)
         memory *= 0.02
         return jax.device_put(memory)
@@ -50,7 +52,7 @@ def random_weights(shapes: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def linear_layers(model: Transformer, x: jax.Array) -> jax.Array:
-    """All products of a step [T, D] -> logits [at most 32, V]; sums stand in for attention."""
+    """All products of a step [T, D] -> logits [at most 32, V]; sums replace attention."""
     for layer in model.layers:
         q, k, v = apply_linear(x, layer.attn.q, layer.attn.k, layer.attn.v)
         x = layer.attn.o(q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1])))
@@ -65,11 +67,11 @@ def medians_ms(calls: Sequence[Callable[[], Any]], repeat: int = 9) -> list[floa
     for call in calls:
         jax.block_until_ready(call())
     for _ in range(repeat):
-        for call, taken in zip(calls, times, strict=True):
+        for call, seconds in zip(calls, times, strict=True):
             begin = time.perf_counter()
             jax.block_until_ready(call())
-            taken.append(time.perf_counter() - begin)
-    return [1e3 * statistics.median(taken) for taken in times]
+            seconds.append(time.perf_counter() - begin)
+    return [1e3 * statistics.median(seconds) for seconds in times]
 
 
 def main() -> None:

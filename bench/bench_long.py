@@ -1,4 +1,6 @@
-"""What streams feel of one long context beside them, on this machine.
+"""The time between tokens of a few streams while a long prompt is processed beside them, on this machine.
+
+For the choice of --max-num-batched-tokens and the limits on long prompts.
 
 A few streams are served; their time between tokens is measured alone, while one long prompt is processed, and while its
 request generates too. Flags that are not this script's are the server's.
@@ -22,7 +24,7 @@ PROMPT_TOKENS = 64
 
 def request(name: str, seed: int, length: int, max_tokens: int) -> EngineRequest:
     """Some prompt, whose answer does not end before its limit."""
-    prompt = tuple((seed * 977 + place * 31) % 250 for place in range(length))
+    prompt = tuple((seed * 977 + index * 31) % 250 for index in range(length))
     return EngineRequest(name, prompt, SamplingParams(temperature=0), max_tokens, seed=1)
 
 

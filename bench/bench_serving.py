@@ -109,7 +109,7 @@ def main() -> None:
                         help="only the first N of the workload; without one, N synthetic requests (default: 32)")
     parser.add_argument("--request-rate", type=float, default=math.inf, metavar="X",
                         help="requests a second, at random times (default: all at once)")
-    parser.add_argument("--max-concurrency", type=int, metavar="N", help="most requests under way at once")
+    parser.add_argument("--max-concurrency", type=int, metavar="N", help="maximum number of concurrent requests")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the synthetic requests and the times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""How many KV blocks sharing saves: several choices of one prompt, and beams.
+"""The KV blocks that sharing saves: several choices of one prompt, and beams.
 
     python bench/bench_sharing.py
 
 Prompts and answers are as long as Alpaca's on average (19 and 58 tokens), as in the PagedAttention paper (Kwon et al.,
 SOSP 2023, section 6.3), which saved 6.1 to 9.8 % of the blocks with parallel sampling and 37.6 to 55.2 % with beams.
-Saved are the blocks that requests would own without sharing but do not, over all that they would own, summed up over
-steps. Flags that are not its own are the server's.
+The saving is the share of the blocks that requests would use without sharing, summed up over steps. Other
+flags are the server's.
 """
 
 import argparse

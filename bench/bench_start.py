@@ -1,4 +1,4 @@
-"""Start of the server until its first token: cold, with a filled cache, and with programs compiled ahead of time.
+"""The time from the server's start to its first token: cold, with a filled cache, and with a store of programs.
 
     python bench/bench_start.py
 

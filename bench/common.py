@@ -1,4 +1,4 @@
-"""What the benchmarks share: workloads, spreads, tables and the engine's flags."""
+"""Shared by the benchmarks: workloads, spreads, tables and the engine's flags."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Workload:
 
 
 def read_workload(path: Path, limit: int | None = None) -> Workload:
-    """Read {"name", "requests": [{"prompt_token_ids", "output_len"}]}; `limit` takes only the first requests."""
+    """Read {"name", "requests": [{"prompt_token_ids", "output_len"}]}; `limit` selects only the first requests."""
     content = json.loads(path.read_text())
     jobs = [Job(tuple(item["prompt_token_ids"]), item["output_len"]) for item in content["requests"][:limit]]
     return Workload(content.get("name", path.stem), tuple(jobs))
@@ -81,7 +81,7 @@ def write_json(path: Path | None, content: Any) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory that this process, and each live process below it, has held.
+    """Peak memory of this process plus that of each live process below it.
 
     Of the address space: getrusage also counts what the parent held when it started the process.
     """
@@ -96,7 +96,7 @@ def peak_memory_bytes() -> int:
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds that all programs of the machine, and the host it runs on, have taken from its cores since boot."""
+    """CPU seconds that all programs of the machine, and its hypervisor, have used of its cores since boot."""
     user, nice, system, _idle, _iowait, *interrupts_and_steal = Path("/proc/stat").read_text().split()[1:9]
     return sum(map(int, (user, nice, system, *interrupts_and_steal))) / os.sysconf("SC_CLK_TCK")
 
@@ -111,7 +111,7 @@ def engine_arguments(flags: Sequence[str], prog: str) -> dict[str, Any]:
 
 
 def greedy(job: Job) -> Any:
-    """Sampling parameters that give exactly the job's tokens."""
+    """Sampling parameters that generate exactly the job's number of tokens."""
     from jaxpaged import SamplingParams
 
     return SamplingParams(temperature=0, max_tokens=job.output_len, ignore_eos=True, detokenize=False)

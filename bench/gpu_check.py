@@ -1,11 +1,11 @@
-"""One run on a machine with a GPU: are the kernels right there, and how fast are they?
+"""Checks on a machine with a GPU that the kernels are correct there, and measures their speed.
 
     PYTHONPATH=. python bench/gpu_check.py --json check.json
     PYTHONPATH=. python bench/gpu_check.py --smoke              # on a CPU, tiny and interpreted: does the script work?
 
-Each section is a process of its own with a time limit, so that one that fails, hangs or dies takes no other with it,
-and what it has found until then counts. All together end within six minutes; the last thing printed is one short table.
-Speeds are set against what this very GPU does in the same process: reading memory, and one large matrix product.
+Each section is a process of its own with a time limit, so that one that fails, hangs or dies does not end the
+others, and its results until then count. All of them end within six minutes; the last output is a short table.
+Speeds are compared with the same GPU's in the same process: reading memory, and one large matrix product.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from bench.gpu_checks.torch_attention import check_torch
 # Seconds that each section may take, in the order in which they run; and all of them together.
 LIMITS = {"device": 40, "kernels": 90, "decode": 70, "prefill": 40, "engine": 160, "mosaic": 40, "aot": 60, "torch": 50}
 TOTAL = 350
-# Interpreted kernels take longer to compile than to run.
+# Interpreted kernels compile more slowly than they run.
 SMOKE_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
@@ -55,7 +55,7 @@ CHECKS = {"device": check_device, "kernels": check_kernels, "decode": check_deco
 
 
 def run_section(name: str, seconds: float, smoke: bool) -> list[dict[str, Any]]:
-    """Run one section in a process of its own, for at most so long; returns its lines."""
+    """Run one section in a process of its own, with a time limit; returns its lines."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "lines")
         command = [sys.executable, __file__, "--section", name, "--lines", str(file), "--seconds", str(seconds - 5)]
@@ -79,12 +79,12 @@ def summary(lines: list[dict[str, Any]]) -> list[str]:
     shown = []
     for line in lines:
         mark = "FAIL" if "error" in line or line.get("ok") is False else "skip" if "skipped" in line else "ok"
-        told = ""
+        values = ""
         for key, value in line.items():
             item = f" {key}={value}"[:120]
-            if key not in ("section", "name", "ok") and len(told) + len(item) <= 120:
-                told += item
-        shown.append(f"{mark:4} {line['section']:8} {line['name'][:38]:38}{told}")
+            if key not in ("section", "name", "ok") and len(values) + len(item) <= 120:
+                values += item
+        shown.append(f"{mark:4} {line['section']:8} {line['name'][:38]:38}{values}")
     return shown
 
 

@@ -1,6 +1,6 @@
 """Reads what the compiler made of a GPU program: its launches, its copies and collectives, its kernels' PTX.
 
-For bench_aot.py and the tests, which compare these numbers. Registers and spills take ptxas.
+For bench_aot.py and the tests, which compare these numbers. Registers and spills need ptxas.
 """
 
 import importlib.util
@@ -64,7 +64,7 @@ class Kernel:
 
     Attributes:
         registers, spill_bytes: per thread, as ptxas says; spills are stores and loads together.
-        threads: most in a block.
+        threads: maximum in a block.
         shared_bytes: static, without what the launch adds; of a kernel by Mosaic GPU, as far as it is addressed.
         async_loads: `cp.async` instructions of 16 bytes; narrow_async_loads: of fewer.
         wide_loads, loads, wide_stores, stores: global memory; wide ones move 16 bytes per thread or more.
@@ -94,7 +94,7 @@ class Kernel:
 
     @property
     def is_mosaic(self) -> bool:
-        """Whether Mosaic GPU made it; it keeps no name of ours."""
+        """Whether Mosaic GPU made it; it drops our names."""
         return self.name.endswith(_MOSAIC)
 
     @property
@@ -139,7 +139,7 @@ class ProgramCode:
         return tuple(launch for launch in self.work if not launch.in_graph)
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel of this name; a compiler may have put a number behind it."""
+        """The kernel of this name; a compiler may have appended a number."""
         found = [kernel for kernel in self.kernels if re.fullmatch(rf"{re.escape(name)}(_\d+)?", kernel.name)]
         assert found, f"no kernel {name}; there are {[kernel.name for kernel in self.kernels]}"
         return found[0]

@@ -1,13 +1,15 @@
-"""How latency grows with load, by policy and by how memory is shared; and how many GPUs some traffic needs.
+"""Simulates how latency grows with load, by policy and memory management, and the number of GPUs for some traffic.
+
+For capacity planning and for work on the scheduler.
 
     python bench/simulate.py --plot latency.png            # a sweep over both kinds of traffic, a few minutes
     python bench/simulate.py --traffic 30 --slo 0.1        # GPUs for 30 requests/s with P99 within 0.1 s per token
-    python bench/simulate.py --long-prompt 32768           # what the others feel of one long prompt
+    python bench/simulate.py --long-prompt 32768           # the effect of one long prompt on the others
 
 The scheduler, the block pool and the policies are the engine's; only the time of a step is modelled, as base + tokens x
 a + context x b. The default coefficients are arithmetic, not measurements: a model of 13 billion parameters in 16 bits
 on a device with 1.5 TB/s, 312 TFLOP/s and 12 GiB for KV, at 85 and 70 % of these rates, as in the setting of Kwon et
-al. (SOSP 2023). `--measure` takes them from this machine: the engine runs, and gets the flags that are its own.
+al. (SOSP 2023). `--measure` fits them to the engine on this machine, which gets the remaining flags.
 Requests arrive by a Poisson process; their lengths are log-normal with the means that the paper gives for ShareGPT and
 Alpaca, one in ten is important (for `priority`). Latency is seconds per token of the answer, from arrival to end.
 """
@@ -103,9 +105,9 @@ def run_curve(dataset: str, variant: Variant, rates: Sequence[float], device: De
 
 def engines_needed(dataset: str, variant: Variant, rate: float, slo: float, device: Device, requests: int,
                    seed: int) -> tuple[int | None, dict[int, Point]]:
-    """Fewest engines that share the traffic evenly and keep P99 of the latency within `slo` seconds per token.
+    """The minimum number of engines that share the traffic with P99 of the latency within `slo` seconds per token.
 
-    A fair share of a Poisson process is one again, so that one engine stands for all.
+    A fair share of a Poisson process is one again, so simulating one engine is enough.
 
     Returns:
         The number, None where not even an idle engine is quick enough; and what was simulated, by number of engines.
@@ -269,8 +271,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves; needs matplotlib")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--long-prompt", type=int, metavar="N", help="tokens of one long prompt among the others, in "
-                        "a pool where nobody waits for memory")
-    group = parser.add_argument_group("how many GPUs")
+                        "a pool where no request waits for memory")
+    group = parser.add_argument_group("number of GPUs")
     group.add_argument("--traffic", type=float, metavar="X", help="requests per second that all engines get together")
     group.add_argument("--slo", type=float, default=0.1, metavar="SECONDS",
                        help="P99 of the seconds per token to keep (default: 0.1)")
@@ -290,7 +292,7 @@ def main() -> None:
                        "(default: 2048)")
     group.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
     group.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
-    group.add_argument("--measure", action="store_true", help="run the engine here and take all of these from it")
+    group.add_argument("--measure", action="store_true", help="run the engine here and fit all of these to it")
     args, engine_flags = parser.parse_known_args()
     if args.requests < 1 or args.slo <= 0 or (args.traffic is not None and not 0 < args.traffic < math.inf):
         parser.error("--requests, --slo and --traffic must be above 0")

@@ -1,4 +1,4 @@
-"""The real scheduler, block pool and policies on a device that is only modelled."""
+"""The real scheduler, block pool and policies on a modelled device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ def fit_step_time(samples: Sequence[tuple[int, int, float]]) -> StepTime:
     """Least squares of the relative error over measured (tokens, context, seconds); no coefficient is negative."""
     tokens, context, seconds = np.array(samples, np.float64).T
     columns = np.stack([np.ones_like(tokens), tokens, context], axis=1) / seconds[:, None]
-    kept = [0, 1, 2]
+    used = [0, 1, 2]
     while True:
-        found = np.linalg.lstsq(columns[:, kept], np.ones_like(seconds), rcond=None)[0]
+        found = np.linalg.lstsq(columns[:, used], np.ones_like(seconds), rcond=None)[0]
         if (found >= 0).all():
-            return StepTime(*(float(found[kept.index(index)]) if index in kept else 0.0 for index in range(3)))
-        kept.pop(int(found.argmin()))
+            return StepTime(*(float(found[used.index(index)]) if index in used else 0.0 for index in range(3)))
+        used.pop(int(found.argmin()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Run:
 
 
 class _Reserved(FcfsPolicy):
-    """Keeps the whole of a reservation free for a request as long as it runs, so that nobody is ever preempted.
+    """Reserves a request's maximum length for as long as it runs, so that no request is ever preempted.
 
     Where the reserved slots lie does not matter here; the papers' systems need them side by side, and lose more.
     """
@@ -132,8 +132,8 @@ def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -
 
     Args:
         policy: one of `POLICIES`, or first come, first served with room set aside as in Orca: for the maximum length
-            ("reserve"), or for the prompt and the power of two above the answer's length ("reserve-pow2"), of which the
-            hints of the traffic tell.
+            ("reserve"), or for the prompt and the power of two above the answer's length ("reserve-pow2"), which the
+            traffic's hints report.
     """
     pool = BlockPool(device.kv_tokens // device.block_size + 1)
     chosen: Policy = _Reserved(RESERVATIONS[policy]) if policy in RESERVATIONS else POLICIES[policy]()

@@ -26,7 +26,7 @@ class Lengths:
         return prompt, _log_normal(source, self.output_mean, self.output_sigma, context - prompt)
 
 
-# Means as Kwon et al. (SOSP 2023) give them for the two sets; the spreads are ours, chosen for tails of the same kind.
+# Means as Kwon et al. (SOSP 2023) give them for the two sets; the spreads are chosen here, for tails of the same kind.
 DATASETS = {item.name: item for item in (
     Lengths("sharegpt", 161.3, 1.2, 338.0, 0.9),
     Lengths("alpaca", 19.3, 0.6, 58.5, 0.9),
@@ -75,6 +75,6 @@ def poisson_traffic(
     return arrivals
 
 
-def _log_normal(source: random.Random, mean: float, sigma: float, most: int) -> int:
+def _log_normal(source: random.Random, mean: float, sigma: float, maximum: int) -> int:
     value = mean * source.lognormvariate(-(sigma**2) / 2, sigma)
-    return max(1, min(round(value), most))
+    return max(1, min(round(value), maximum))

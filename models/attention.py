@@ -1,4 +1,4 @@
-"""Grouped-query attention, and the one place that picks the attention path.
+"""Grouped-query attention, and the one module that picks the attention path.
 
 Axis letters: T tokens, D model, N query heads, K kv heads, H head dim.
 """
@@ -13,8 +13,7 @@ from jaxpaged.models.metadata import XLA_TILES, AttentionMetadata, GpuAttention
 from jaxpaged.models.rotary import rotate
 from jaxpaged.pallas_kernels import native_attention, paged_attention, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
-from jaxpaged.pallas_kernels.kv_pages import KVPages
-from jaxpaged.pallas_kernels.kv_write import write_kv
+from jaxpaged.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 
 

@@ -79,7 +79,7 @@ def _activation(hf: dict[str, Any]) -> str:
 
 
 def eos_ids(config: dict[str, Any], file: str) -> tuple[int, ...]:
-    """The ids that end a text, by a config.json or generation_config.json; negative ones stand for none.
+    """The ids that end a text, by a config.json or generation_config.json; negative ones mean none.
 
     Raises:
         CheckpointError: `eos_token_id` is neither an id nor a list of them.

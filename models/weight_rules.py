@@ -1,6 +1,6 @@
 """One row per parameter: the checkpoint's tensor name, our parameter path, and how one becomes the other.
 
-A row serves all layers: `{i}` in both names stands for the layer number. Transforms are named so that a table reads
+A row serves all layers: `{i}` in both names is the layer number. Transforms are named so that a table reads
 like a list of facts; each takes and returns a numpy array.
 """
 

@@ -1,8 +1,8 @@
-"""What one layer keeps of the tokens: keys and values by page, and their scales where they are stored in 8 bits.
+"""One layer's page pools: keys and values by page, and their scales where they are stored in 8 bits.
 
-The layout is [P, S, K, H] on every platform. For the GPU kernels [P, K, S, H] would do as well: both compile to the
+The layout is [P, S, K, H] on every platform. For the GPU kernels [P, K, S, H] would work as well: both compile to the
 same loads, 16 bytes per thread along H, and a (page, head) is a plain box of memory for TMA in either. The CPU paths
-read all heads of a token together, which this layout keeps side by side. Scales are [P, K, S]: a GPU program reads one
+read all heads of a token together, which are neighbours in this layout. Scales are [P, K, S]: a GPU program reads one
 head's scales of many tokens, and these are then neighbours.
 
 Axis letters: P pages, S page size, K kv heads, H head dim, T tokens.
@@ -32,9 +32,9 @@ def page_dtype(name: str, model_dtype: jnp.dtype) -> jnp.dtype:
 
 
 def max_addressable(num_pages: int, page_numbers: int, dtype: jnp.dtype) -> int:
-    """The most pages, up to `num_pages`, that the GPU kernels can address in one array.
+    """The maximum number of pages, up to `num_pages`, that the GPU kernels can address in one array.
 
-    Triton counts the numbers of arrays of up to 4 GiB with 31 bits: too few for one-byte numbers beyond 2 GiB.
+    Triton indexes arrays of up to 4 GiB with 31 bits: too few for one-byte numbers beyond 2 GiB.
     """
     if jnp.dtype(dtype).itemsize == 1 and 2**31 <= num_pages * page_numbers <= 2**32:
         return (2**31 - 1) // page_numbers
@@ -61,3 +61,25 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     if jnp.issubdtype(dtype, jnp.integer):
         stored = jnp.round(stored)
     return stored.astype(dtype), scale
+
+
+def write_kv(
+    pages: KVPages,
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    page: jax.Array,  # [T] int32; padding rows point at the null page, which is never read
+    offset: jax.Array,  # [T] int32, 0 to S - 1
+) -> KVPages:
+    """The pools with T distinct rows written, in place when donated; padding rows may coincide."""
+    k_pool, k_scale = _write(pages.k, pages.k_scale, k, page, offset)
+    v_pool, v_scale = _write(pages.v, pages.v_scale, v, page, offset)
+    return KVPages(k_pool, v_pool, k_scale, v_scale)
+
+
+def _write(
+    pool: jax.Array, scales: jax.Array | None, rows: jax.Array, page: jax.Array, offset: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    if scales is not None:
+        rows, scale = quantize(rows, pool.dtype)
+        scales = scales.at[page, :, offset].set(scale, mode="promise_in_bounds")
+    return pool.at[page, offset].set(rows.astype(pool.dtype), mode="promise_in_bounds"), scales

@@ -1,7 +1,7 @@
 """The one module that knows how a Pallas kernel reaches a GPU; no other may import `jax.experimental.pallas.triton`.
 
 All shipped kernels go through Pallas' Triton lowering: it is the only way inside JAX that covers Ampere, Ada and Hopper
-today. It is deprecated since jax 0.11 and still there, working, in 0.12. On the day it goes:
+today. It is deprecated since jax 0.11 and still works in 0.12. When it is removed:
 
 1. XLA's side of it stays reachable without Pallas: `jax.ffi.ffi_call("__gpu$xla.gpu.triton", ...)` takes Triton IR as
    text, with the grid and the number of warps and stages, and XLA compiles that IR as it does today. `launch` then
@@ -9,7 +9,7 @@ today. It is deprecated since jax 0.11 and still there, working, in 0.12. On the
    compiler ahead of time). tests/pallas_kernels/test_lowering.py proves on every run that this route still compiles,
    and that a kernel of ours frozen like that becomes the same machine code, in place too.
 2. On Hopper, Mosaic GPU, Pallas' other GPU lowering: `mosaic_attention` is there for decode, where `GpuTarget.of`
-   chooses it. The engine first tries on the very GPU whether its results are right (`jaxpaged.engine.mosaic_check`),
+   chooses it. The engine first checks its results on the GPU itself (`jaxpaged.engine.mosaic_check`),
    since it has only been compiled and interpreted; neither lowering has been timed on a GPU yet.
 
 A kernel's body uses plain `jax.numpy`, `pl.program_id`, `pl.when`, `lax.fori_loop`, and from here `load`, `store` and
@@ -40,7 +40,7 @@ class GpuTarget:
         compute_capability: (8, 0) is an A100, (8, 9) an L4, (9, 0) an H100 or H200.
         num_sms: streaming multiprocessors.
         interpret: run the kernels' bodies on any backend instead, slowly; for tests.
-        mosaic: let Mosaic GPU lower the kernels that are written for it, where they do what a step asks for.
+        mosaic: let Mosaic GPU lower the kernels that are written for it, where they support what a step asks for.
     """
 
     compute_capability: tuple[int, int]
@@ -79,7 +79,7 @@ class GpuTarget:
 
 
 def load(ref: Any, mask: jax.Array | None = None, other: Any = None) -> jax.Array:
-    """Read `ref.at[...]`; where not `mask`, give `other` and touch no memory."""
+    """Read `ref.at[...]`; where not `mask`, return `other` without touching memory."""
     result: jax.Array = triton.load(ref, mask=mask, other=other)
     return result
 

@@ -3,7 +3,7 @@
 Mosaic GPU is for Hopper: TMA loads into shared memory, barriers, wgmma. Its interpreter runs such kernels on a CPU and
 detects races, but lacks what `Tensors` has stand-ins for there: operands of wgmma in registers, which take a detour
 through shared memory, and in jax 0.10 also layouts of values in registers and transposed operands, which jax 0.11 and
-0.12 interpret as they are compiled. What the compiled kernel does in these places has only been compiled. It also sees
+0.12 interpret as they are compiled. These parts of the compiled kernel have only been compiled. It also sees
 no race of a wgmma that reads what a load has not yet written, and does not know that a load into an `operand` has to
 begin at a multiple of 8 in each axis that is tiled: elsewhere the GPU would read zeros.
 """
@@ -64,7 +64,7 @@ class Tensors:
         return plgpu.layout_cast(made, layout) if self._has_layouts else made
 
     def index(self, shape: tuple[int, int], axis: int) -> jax.Array:
-        """int32 [rows, columns]: each place's index along `axis`."""
+        """int32 [rows, columns]: each element's index along `axis`."""
         if self._has_layouts:
             return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
         return lax.broadcasted_iota(jnp.int32, shape, axis)

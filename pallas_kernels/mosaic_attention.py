@@ -6,7 +6,7 @@ memory, `STAGES - 1` of them under way while one is computed; a block is as many
 of the pages of the next are loaded one iteration ahead. Whole pages are read, also beyond a sequence's end: what must
 not be seen is masked in the scores, and values are finite in all pages (see `rotary_kv_write`).
 
-A wgmma has 64 rows, and TMA fills shared memory 8 rows at a time, from places in the queries that are multiples of 8:
+A wgmma has 64 rows, and TMA fills shared memory 8 rows at a time, from rows of the queries that are multiples of 8:
 queries are padded to B per kv head, the group's size rounded up to a power of two of at least 8. Row r of a tile is
 token r // B, query head r % B of the group.
 
@@ -127,9 +127,9 @@ def _kernel(
     last = lax.div(end - 1, jnp.int32(page_size))
 
     def page_ids(block: Any) -> tuple[jax.Array, ...]:
-        """Pages of a block's boxes; beyond the context's end its last one again, which comes from the cache."""
-        places = (base + block * BLOCK + index * box for index in range(boxes))
-        return tuple(table_ref[slot, jnp.minimum(lax.div(place, jnp.int32(page_size)), last)] for place in places)
+        """Pages of a block's boxes; beyond the context's end the last one again, which is in the cache."""
+        positions = (base + block * BLOCK + index * box for index in range(boxes))
+        return tuple(table_ref[slot, jnp.minimum(lax.div(first, jnp.int32(page_size)), last)] for first in positions)
 
     def load_block(block: Any, ids: tuple[jax.Array, ...]) -> None:
         stage = lax.rem(block, jnp.int32(STAGES))
@@ -163,11 +163,11 @@ def _kernel(
             next_ids = page_ids(ahead + 1)
             mosaic.barrier_wait(k_here.at[stage])
             scores = _in_base_two(tensors.multiply_transposed(q_tile, k_ring.at[stage], *staging[:1] or (None,)), rule)
-            place = tensors.index((ROWS, BLOCK), 1) + (base + index * BLOCK)
+            key_pos = tensors.index((ROWS, BLOCK), 1) + (base + index * BLOCK)
             position = lax.div(tensors.index((ROWS, BLOCK), 0), jnp.int32(spread)) + first_position
-            visible = (place <= position) & (place >= start) & (place < end)
+            visible = (key_pos <= position) & (key_pos >= start) & (key_pos < end)
             if rule.window is not None:
-                visible = visible & (place > position - rule.window)
+                visible = visible & (key_pos > position - rule.window)
             scores = jnp.where(visible, scores, MASKED)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
             fade = jnp.exp2(highest - new_highest)

@@ -1,6 +1,6 @@
 """Rotary embedding, KV write and paged attention as native XLA custom calls: the CPU backend's faster path.
 
-It is taken where a C++ compiler is there.
+It is used where a C++ compiler is installed.
 """
 
 import jax
@@ -46,15 +46,15 @@ def rotary_kv_write(
     v: jax.Array,  # [T, K, H] float32
     cos: jax.Array,  # [T, H // 2] float32
     sin: jax.Array,  # [T, H // 2] float32
-    page: jax.Array,  # [T] int32; padding rows point at the null page, which nobody reads
-    place: jax.Array,  # [T] int32, 0 to S - 1
+    page: jax.Array,  # [T] int32; padding rows point at the null page, which is never read
+    offset: jax.Array,  # [T] int32, 0 to S - 1
     k_pool: jax.Array,  # [P, S, K, H] float32
     v_pool: jax.Array,  # [P, S, K, H] float32
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Turn q and k by the rotary angles, and write k and v into the pools, in place where these are donated.
+    """Rotate q and k by the rotary angles, and write k and v into the pools, in place where these are donated.
 
     Returns:
-        q turned, and both pools.
+        The rotated q, and both pools.
     """
     assert q.dtype == k.dtype == v.dtype == k_pool.dtype == v_pool.dtype == jnp.float32, (q.dtype, k.dtype, v.dtype,
                                                                                           k_pool.dtype, v_pool.dtype)
@@ -62,5 +62,5 @@ def rotary_kv_write(
         k.shape, v.shape, k_pool.shape, v_pool.shape)
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, k_pool, v_pool)]
     call = jax.ffi.ffi_call(_ROTARY_KV_WRITE, results, input_output_aliases={7: 1, 8: 2})
-    turned, k_pool, v_pool = call(q, k, v, cos, sin, page, place, k_pool, v_pool)
+    turned, k_pool, v_pool = call(q, k, v, cos, sin, page, offset, k_pool, v_pool)
     return turned, k_pool, v_pool

@@ -23,7 +23,7 @@ _HEADER = "lanes.h"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
           "-shared", "-pthread", "-w")
-_LONGEST_COMPILATION = 120  # seconds
+_MAX_COMPILE_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = 
         flags: more of them for the compiler, such as `-mno-avx512f`.
 
     Returns:
-        None if all can be used now, else why not, in one line.
+        None if all can be used now, else the reason in one line.
     """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
@@ -57,7 +57,7 @@ def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = 
         lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
         return f"{compiler} failed: {lines[0] if lines else f'exit code {error.returncode}'}"
     except subprocess.TimeoutExpired:
-        return f"{compiler} did not finish in {_LONGEST_COMPILATION} s"
+        return f"{compiler} did not finish in {_MAX_COMPILE_SECONDS} s"
     except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
         return str(error).splitlines()[0]
     return None
@@ -82,8 +82,8 @@ def _library(folder: Path, kernel: NativeKernel, compiler: str, version: bytes, 
                 Path(temporary, name).write_bytes(content)
             code, made = Path(temporary, kernel.source), Path(temporary, "made.so")
             command += ["-isystem", jax.ffi.include_dir(), str(code), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_COMPILATION)
-            os.replace(made, library)  # whole or not at all, whoever else compiles it now
+            subprocess.run(command, check=True, capture_output=True, timeout=_MAX_COMPILE_SECONDS)
+            os.replace(made, library)  # atomic: other processes may compile it now
     return library
 
 
@@ -94,12 +94,12 @@ def _cpu() -> bytes:
 
 
 def _register(library: Path, targets: Sequence[str]) -> None:
-    jax.devices("cpu")  # before the backend starts, registrations are only noted, and their errors come later
+    jax.devices("cpu")  # before the backend starts, registrations are only queued, and their errors are raised later
     loaded = ctypes.CDLL(str(library))
     for target in targets:
         try:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform="cpu")
         except jax.errors.JaxRuntimeError as error:
-            # This process has it from another folder already, which is as good: both are made from the same source.
+            # This process has loaded it from another folder already: both are made from the same source.
             if "duplicate" not in str(error).lower():
                 raise

@@ -1,8 +1,8 @@
 """Products with weights, and norms, as native XLA custom calls: the CPU backend's faster path.
 
-It is taken where a C++ compiler is there.
+It is used where a C++ compiler is installed.
 
-Float32 throughout. A row's result is bitwise the same whatever other rows, and however many, it is computed with.
+Float32 throughout. A row's result is bitwise the same whatever other rows it is computed with.
 """
 
 from collections.abc import Sequence

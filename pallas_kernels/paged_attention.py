@@ -1,4 +1,4 @@
-"""Ragged paged attention for GPUs: decode rows and pieces of prompts in one launch.
+"""Ragged paged attention for GPUs: decode rows and chunks of prompts in one launch.
 
 One program per (kv head, item of the work list). All query heads of a kv head share a tile, so that each key and value
 is read once; row r of a tile is token r // G, head r % G, for any G. A program walks its chunk of the context with an
@@ -41,7 +41,7 @@ def choose_tiles(
     """The tiles of a step of `tokens` rows, from the table of the GPU's generation.
 
     Args:
-        dtype, page_dtype: of the queries, and of what pages hold.
+        dtype, page_dtype: of the queries, and of the pages.
         is_biased: there is a `HeadBias`.
     """
     dtype, page_dtype = jnp.dtype(dtype), jnp.dtype(page_dtype)
@@ -83,7 +83,7 @@ def paged_attention(
     tiles: AttentionTiles,
     target: GpuTarget,
 ) -> jax.Array:  # [T, N, H]
-    """Attention of each row to its slot's positions 0 to its own; rows of padding hold anything finite.
+    """Attention of each row to its slot's positions 0 to its own; rows of padding are finite but arbitrary.
 
     Keys and values are read only at positions that some row of a tile sees; by Mosaic, in all of the pages in which
     these are, so that values have to be finite there.
@@ -172,25 +172,25 @@ def _attention_kernel(
     block = jnp.arange(tiles.block)
     compute_dtype = q_ref.dtype
 
-    def page_ids(place: jax.Array) -> jax.Array:
-        return load(table_ref.at[slot, place >> page_bits], place < end, 0)
+    def page_ids(key_pos: jax.Array) -> jax.Array:
+        return load(table_ref.at[slot, key_pos >> page_bits], key_pos < end, 0)
 
     def attend(rows: int) -> None:
         row = jnp.arange(rows)
         token, head = row // group, kv_head * group + row % group
         position = first_position + token
-        held = token < tokens
-        row_mask = _with_lanes(held, lane, head_dim)
+        valid = token < tokens
+        row_mask = _with_lanes(valid, lane, head_dim)
         q_place = ((first_row + token)[:, None], head[:, None], lane[None, :])
         q = load(q_ref.at[q_place], row_mask, 0)
-        slope = None if slopes_ref is None else load(slopes_ref.at[head], held, 0) * LOG2E
+        slope = None if slopes_ref is None else load(slopes_ref.at[head], valid, 0) * LOG2E
 
         def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             page, highest, total, weighted = carry
-            place = start + index * tiles.block + block
-            real = place < end
-            next_page = page_ids(place + tiles.block)
-            inside = place & (page_size - 1)
+            key_pos = start + index * tiles.block + block
+            real = key_pos < end
+            next_page = page_ids(key_pos + tiles.block)
+            inside = key_pos & (page_size - 1)
             at = (page[:, None], inside[:, None], kv_head, lane[None, :])
             mask = _with_lanes(real, lane, head_dim)
             keys = load(k_ref.at[at], mask, jnp.zeros((), k_ref.dtype))
@@ -200,10 +200,10 @@ def _attention_kernel(
                 scores = scores * load(k_scale_ref.at[page, kv_head, inside], real, 0)[None, :]
             scores = _in_base_two(scores, rule)
             if slope is not None:
-                scores = scores + slope[:, None] * (place[None, :] - position[:, None]).astype(jnp.float32)
-            visible = real[None, :] & (place[None, :] <= position[:, None])
+                scores = scores + slope[:, None] * (key_pos[None, :] - position[:, None]).astype(jnp.float32)
+            visible = real[None, :] & (key_pos[None, :] <= position[:, None])
             if rule.window is not None:
-                visible = visible & (place[None, :] > position[:, None] - rule.window)
+                visible = visible & (key_pos[None, :] > position[:, None] - rule.window)
             scores = jnp.where(visible, scores, MASKED)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
             fade = jnp.exp2(highest - new_highest)
@@ -217,7 +217,7 @@ def _attention_kernel(
 
         highest, total = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
         if sinks_ref is not None:  # whole tiles count the sink here, split ones in the second kernel
-            sink = load(sinks_ref.at[head], held, 0) * LOG2E
+            sink = load(sinks_ref.at[head], valid, 0) * LOG2E
             highest = jnp.where(part < 0, sink, highest)
             total = jnp.where(part < 0, jnp.ones_like(total), total)
         weighted = jnp.zeros((rows, lane.size), jnp.float32)
@@ -229,7 +229,7 @@ def _attention_kernel(
         logsum = jnp.where(total > 0, highest + jnp.log2(safe), MASKED)
         store(out_ref.at[q_place], result.astype(out_ref.dtype), row_mask & (part < 0))
         store(partials_ref.at[part, kv_head, row[:, None], lane[None, :]], result, row_mask & (part >= 0))
-        store(logsums_ref.at[part, kv_head, row], logsum, held & (part >= 0))
+        store(logsums_ref.at[part, kv_head, row], logsum, valid & (part >= 0))
 
     fewer = 0
     for rows in tiles.rows:
@@ -261,16 +261,16 @@ def _combine_kernel(
         lane = jnp.arange(_power_of_two(head_dim))
         token = row // token_rows
         head = kv_head * group + row % token_rows
-        held = token < tokens
+        valid = token < tokens
         if token_rows > group:
-            held = held & (row % token_rows < group)
-        mask = _with_lanes(held, lane, head_dim)
+            valid = valid & (row % token_rows < group)
+        mask = _with_lanes(valid, lane, head_dim)
 
         def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, weighted = carry
             part = first_part + index
             result = load(partials_ref.at[part, kv_head, row[:, None], lane[None, :]], mask, 0)
-            logsum = load(logsums_ref.at[part, kv_head, row], held, MASKED)
+            logsum = load(logsums_ref.at[part, kv_head, row], valid, MASKED)
             new_highest = jnp.maximum(highest, logsum)
             fade = jnp.exp2(highest - new_highest)
             weight = jnp.where(logsum > MASKED, jnp.exp2(logsum - new_highest), 0)
@@ -278,12 +278,12 @@ def _combine_kernel(
 
         highest, total = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32)
         if sinks_ref is not None:
-            highest, total = load(sinks_ref.at[head], held, 0) * LOG2E, jnp.ones_like(total)
+            highest, total = load(sinks_ref.at[head], valid, 0) * LOG2E, jnp.ones_like(total)
         weighted = jnp.zeros((rows, lane.size), jnp.float32)
         _, total, weighted = lax.fori_loop(0, count, step, (highest, total, weighted))
         result = weighted / jnp.where(total > 0, total, 1)[:, None]
-        place = ((first_row + token)[:, None], head[:, None], lane[None, :])
-        store(out_ref.at[place], result.astype(out_ref.dtype), mask)
+        target = ((first_row + token)[:, None], head[:, None], lane[None, :])
+        store(out_ref.at[target], result.astype(out_ref.dtype), mask)
 
 
 def _weighted_sum(

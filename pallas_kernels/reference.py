@@ -1,4 +1,4 @@
-"""Plain specification of every kernel: short, slow, obviously right. Tests compare the fast paths with it.
+"""Reference implementation of every kernel: short, slow, obviously right. Tests compare the fast paths with it.
 
 Axis letters: T tokens, N query heads, K kv heads, H head dim, P pages, S page size.
 """
@@ -15,19 +15,19 @@ def write_kv(
     k: jax.Array,  # [T, K, H]
     v: jax.Array,  # [T, K, H]
     page: jax.Array,  # [T] int32
-    place: jax.Array,  # [T] int32, 0 to S - 1
+    offset: jax.Array,  # [T] int32, 0 to S - 1
 ) -> KVPages:
-    """Put the keys and values of T tokens at their places in the pools, one token after another."""
+    """Write the keys and values of T tokens into the pools, one token after another."""
     k_pool, v_pool, k_scale, v_scale = pages
     for t in range(k.shape[0]):
         new_k, new_v = k[t], v[t]  # [K, H]
         if k_scale is not None and v_scale is not None:
             new_k, key_scale = quantize(new_k, k_pool.dtype)
             new_v, value_scale = quantize(new_v, v_pool.dtype)
-            k_scale = k_scale.at[page[t], :, place[t]].set(key_scale)
-            v_scale = v_scale.at[page[t], :, place[t]].set(value_scale)
-        k_pool = k_pool.at[page[t], place[t]].set(new_k.astype(k_pool.dtype))
-        v_pool = v_pool.at[page[t], place[t]].set(new_v.astype(v_pool.dtype))
+            k_scale = k_scale.at[page[t], :, offset[t]].set(key_scale)
+            v_scale = v_scale.at[page[t], :, offset[t]].set(value_scale)
+        k_pool = k_pool.at[page[t], offset[t]].set(new_k.astype(k_pool.dtype))
+        v_pool = v_pool.at[page[t], offset[t]].set(new_v.astype(v_pool.dtype))
     return KVPages(k_pool, v_pool, k_scale, v_scale)
 
 
@@ -75,7 +75,7 @@ def rotary_kv_write(
     cos: jax.Array,  # [T, H // 2] float32
     sin: jax.Array,  # [T, H // 2] float32
     page: jax.Array,  # [T] int32, -1 in rows that write nothing
-    place: jax.Array,  # [T] int32
+    offset: jax.Array,  # [T] int32
     pages: KVPages,
 ) -> tuple[jax.Array, KVPages]:
     """Turn queries and keys by their angles, first half of H against second, and write the rows that have a page.
@@ -93,7 +93,7 @@ def rotary_kv_write(
     sound = jnp.all(finite, axis=-1, keepdims=True)  # [T, K, 1]
     k, v = jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
     real = jnp.nonzero(page >= 0)[0]
-    return turned(q), write_kv(pages, k[real], v[real], page[real], place[real])
+    return turned(q), write_kv(pages, k[real], v[real], page[real], offset[real])
 
 
 def sample(

@@ -1,10 +1,10 @@
-"""Rotary embedding of queries and keys, and keys and values into their pages, in one kernel that works in place.
+"""Rotates queries and keys and writes keys and values into their pages, in one kernel that works in place.
 
-One program per (tile of tokens, kv head): it reads the tile's angles once, turns the query heads of its group and the
-key, and writes key and value where they belong. Rows of padding have page -1 and write nothing.
+One program per (tile of tokens, kv head): it reads the tile's angles once, rotates the query heads of its group and
+the key, and writes key and value to their pages. Rows of padding have page -1 and write nothing.
 
 No value in a page is NaN or infinite. Attention multiplies the values of a whole block with the weights of a whole tile
-of queries, and a weight of zero would not keep such a value from a query that does not see it. A token whose key or
+of queries, and a weight of zero times such a value would still reach queries that do not see it. A token whose key or
 value is not finite gets a value of zeros and a key of NaN, which makes the scores, and with them the results, NaN of
 exactly those queries that see it.
 
@@ -35,12 +35,12 @@ def rotary_kv_write(
     cos: jax.Array,  # [T, H // 2] float32
     sin: jax.Array,  # [T, H // 2] float32
     page: jax.Array,  # [T] int32, -1 in rows that write nothing
-    place: jax.Array,  # [T] int32, 0 to S - 1
+    offset: jax.Array,  # [T] int32, 0 to S - 1
     pages: KVPages,
     *,
     target: GpuTarget,
 ) -> tuple[jax.Array, KVPages]:
-    """Return the turned queries [T, N, H] and the pools with the rows written; two rows never share a place."""
+    """The rotated queries [T, N, H], and the pools with the rows written; all rows differ in page or offset."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     assert k.shape == v.shape == (tokens, kv_heads, head_dim) and heads % kv_heads == 0, (q.shape, k.shape, v.shape)
@@ -48,7 +48,7 @@ def rotary_kv_write(
     assert pages.k.dtype != jnp.float8_e4m3fn or target.has_fp8, f"no float8_e4m3fn on {target.compute_capability}"
     tiles = choose_tiles(target, tokens, head_dim)
     arrays = [q, *[pool for pool in pages if pool is not None]]
-    first = [q, k, v, cos, sin, page, place]
+    first = [q, k, v, cos, sin, page, offset]
     turned, *pools = launch(
         partial(_kernel, group=heads // kv_heads, rows=tiles.rows, is_scaled=pages.k_scale is not None),
         *first, *pages,
@@ -76,7 +76,7 @@ def _kernel(
     cos_ref: Any,  # [T, H // 2]
     sin_ref: Any,  # [T, H // 2]
     page_ref: Any,  # [T]
-    place_ref: Any,  # [T]
+    offset_ref: Any,  # [T]
     k_pool: Any,  # [P, S, K, H], the memory of k_out
     v_pool: Any,  # [P, S, K, H], the memory of v_out
     k_scale: Any,  # [P, K, S], the memory of k_scale_out, or None
@@ -110,7 +110,7 @@ def _kernel(
                       (half + lane, (second * cos + first * sin).astype(ref.dtype))]
         return parts
 
-    def keep(ref: Any, head: Any) -> Parts:
+    def whole(ref: Any, head: Any) -> Parts:
         return [(start + lane, read(ref, head, start + lane)) for lane, _, _ in angles for start in (0, half)]
 
     for member in range(group):
@@ -118,23 +118,23 @@ def _kernel(
         for lane, part in turn(q_ref, head):
             store(turned_ref.at[token[:, None], head, lane[None, :]], part)
 
-    page, place = load(page_ref.at[token]), load(place_ref.at[token])
+    page, offset = load(page_ref.at[token]), load(offset_ref.at[token])
     written = page >= 0
     page = jnp.maximum(page, 0)
-    keys, values = turn(k_ref, kv_head), keep(v_ref, kv_head)
+    keys, values = turn(k_ref, kv_head), whole(v_ref, kv_head)
     sound = _are_finite(keys + values, v_ref.dtype if is_scaled else v_out.dtype)
     values = [(lane, jnp.where(sound[:, None], part, 0)) for lane, part in values]
-    if not is_scaled:  # else the scale tells
+    if not is_scaled:  # else the scale shows it
         keys = [(lane, jnp.where(sound[:, None], part.astype(jnp.float32), jnp.nan)) for lane, part in keys]
     for parts, out, scale_out in ((keys, k_out, k_scale_out), (values, v_out, v_scale_out)):
         if is_scaled:
             parts, scale = _quantized(parts, out.dtype)
             if out is k_out:
                 scale = jnp.where(sound, scale, jnp.nan)
-            store(scale_out.at[page, kv_head, place], scale, written)
+            store(scale_out.at[page, kv_head, offset], scale, written)
         for lane, part in parts:
             mask = jnp.broadcast_to(written[:, None], part.shape)
-            store(out.at[page[:, None], place[:, None], kv_head, lane[None, :]], part.astype(out.dtype), mask)
+            store(out.at[page[:, None], offset[:, None], kv_head, lane[None, :]], part.astype(out.dtype), mask)
 
 
 def _are_finite(parts: Parts, dtype: jnp.dtype) -> jax.Array:

@@ -3,7 +3,7 @@
 One program per row streams the row's logits, which a GPU's second-level cache holds, several times: for the maximum,
 for the two cut-offs, for the draw. A cut-off is the bit pattern of a distance to the maximum, found two bits per pass:
 the bits of floats from zero up are in the same order as the floats. The draw is the Gumbel-max trick (Gumbel, 1954)
-over the very random numbers that `execution/sampler` takes, threefry of (seed, choice, position) and the token's index
+over the same random numbers as `execution/sampler`, threefry of (seed, choice, position) and the token's index
 (Salmon et al., 2011), so that both choose the same token unless two are within rounding of each other.
 
 Rows name their slot, and the slot's parameters are read here: what would be a dozen small kernels is this one.
@@ -138,13 +138,13 @@ def _kernel(
     limit = jnp.where(min_p > 0, _bits(jnp.log(jnp.where(min_p > 0, min_p, 1.0))), _LARGEST)
 
     def weights_up_to(bounds: tuple[jax.Array, ...], by_mass: bool) -> tuple[jax.Array, ...]:
-        """For each bound, how many tokens are nearer to the highest; or their mass, of those that stay so far."""
+        """For each bound, the number of tokens nearer to the highest; or, of those that survive so far, their mass."""
         def add(step: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             _, relative, far = distances(step)
             weight = jnp.where(far <= limit, jnp.exp(relative), 0.0) if by_mass else jnp.ones_like(relative)
-            return tuple(held + jnp.where(far < bound, weight, 0.0) for held, bound in zip(carry, bounds, strict=True))
+            return tuple(sums + jnp.where(far < bound, weight, 0.0) for sums, bound in zip(carry, bounds, strict=True))
 
-        return tuple(jnp.sum(held) for held in lax.fori_loop(
+        return tuple(jnp.sum(total) for total in lax.fori_loop(
             0, trips, add, (jnp.zeros(block, jnp.float32),) * len(bounds)))
 
     def cut(active: jax.Array, wanted: jax.Array, by_mass: bool) -> jax.Array:
@@ -154,8 +154,8 @@ def _kernel(
             # Bits 30, 29 then 28, 27 and so on; the last pass has one bit left, and its upper bounds repeat it.
             unit = jnp.where(step == _BITS // 2, 1, unit >> 1)
             bounds = tuple(jnp.minimum(found, _LARGEST - digit * unit) + digit * unit for digit in (1, 2, 3))
-            for bound, held in zip(bounds, weights_up_to(bounds, by_mass), strict=True):
-                found = jnp.where(held < wanted, bound, found)
+            for bound, total in zip(bounds, weights_up_to(bounds, by_mass), strict=True):
+                found = jnp.where(total < wanted, bound, found)
             return found
 
         return lax.fori_loop(0, _trips(active, _BITS // 2 + 1), narrow, jnp.int32(0))
@@ -168,9 +168,9 @@ def _kernel(
     top_p = top_p_ref[slot]
     cuts_p = drawing & (top_p < 1)
 
-    def add_mass(step: Any, held: jax.Array) -> jax.Array:
+    def add_mass(step: Any, total: jax.Array) -> jax.Array:
         _, relative, far = distances(step)
-        return held + jnp.where(far <= limit, jnp.exp(relative), 0.0)
+        return total + jnp.where(far <= limit, jnp.exp(relative), 0.0)
 
     mass = jnp.sum(lax.fori_loop(0, _trips(cuts_p, trips), add_mass, jnp.zeros(block, jnp.float32)))
     nearest = cut(cuts_p, jnp.maximum(top_p, MIN_TOP_P) * mass, by_mass=True)

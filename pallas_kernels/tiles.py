@@ -12,11 +12,11 @@ class AttentionTiles:
     """How a program of the attention kernel works.
 
     Attributes:
-        rows: query rows (tokens times heads of a group) of a tile, ascending; a tile takes the first that it fits in.
+        rows: query rows (tokens times heads of a group) of a tile, ascending; a tile uses the first that it fits in.
         block: tokens of context per iteration.
         num_warps, num_stages: see `lowering.launch`.
-        programs_per_sm: how many fit one multiprocessor, by registers and shared memory.
-        token_rows: rows that a token takes in a tile at least; more than the heads of its group where only whole runs
+        programs_per_sm: the number that fit one multiprocessor, by registers and shared memory.
+        token_rows: minimum rows of a token in a tile; more than the heads of its group where only whole runs
             of so many can be loaded.
         mosaic: the program is `mosaic_attention`'s.
     """
@@ -32,7 +32,7 @@ class AttentionTiles:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTable:
-    """A generation's tiles: for steps of few tokens, and for steps that can hold pieces of prompts."""
+    """A generation's tiles: for steps of few tokens, and for steps that can hold chunks of prompts."""
 
     few: AttentionTiles
     many: AttentionTiles

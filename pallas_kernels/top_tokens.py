@@ -1,7 +1,7 @@
-"""The best tokens of each row without a sort: what log probabilities and their alternatives need.
+"""The best tokens of each row without a sort, for log probabilities and their alternatives.
 
-One program per (row, run of columns) holds its run in registers and takes the largest out of it, `count` times. What
-the runs of a row leave is cut into runs again, until one is left. Of equals the first comes first, as with `lax.top_k`.
+One program per (row, run of columns) holds its run in registers and removes the largest, `count` times. The
+results of a row's runs are cut into runs again, until one is left. Ties are in index order, as with `lax.top_k`.
 
 Axis letters: B rows, V columns, C runs of a row, N best of each.
 """
@@ -23,7 +23,7 @@ _TAKEN = -(2**31)  # below every number that a float becomes
 def top_tokens(
     logits: jax.Array,  # [B, V] float32
     count: int,
-    wanted: jax.Array,  # [B] bool; other rows hold anything
+    wanted: jax.Array,  # [B] bool; other rows are arbitrary
     *,
     target: GpuTarget,
 ) -> tuple[jax.Array, jax.Array]:
@@ -64,23 +64,23 @@ def _kernel(
     row, run = pl.program_id(0), pl.program_id(1)
     lanes = jnp.arange(block)
     column = run * block + lanes
-    held = column < values_ref.shape[1]
-    values = load(values_ref.at[row, column], held, -jnp.inf)
-    order = jnp.where(held, _ordered(lax.bitcast_convert_type(values, jnp.int32)), _TAKEN)
+    valid = column < values_ref.shape[1]
+    values = load(values_ref.at[row, column], valid, -jnp.inf)
+    order = jnp.where(valid, _ordered(lax.bitcast_convert_type(values, jnp.int32)), _TAKEN)
 
-    def take(index: jax.Array, order: jax.Array) -> jax.Array:
+    def take_best(index: jax.Array, order: jax.Array) -> jax.Array:
         best = jnp.max(order)
         lane = jnp.min(jnp.where(order == best, lanes, block - 1))
         value = lax.bitcast_convert_type(_ordered(best), jnp.float32)
-        # A run may have less than `count`; it is then the last one of its row.
+        # A run may have fewer than `count`; it is then the last one of its row.
         best_ref[row, run, index] = jnp.where(best == _TAKEN, -jnp.inf, value)
-        place = run * block + lane
-        best_ids_ref[row, run, index] = place if ids_ref is None else \
-            load(ids_ref.at[row, jnp.minimum(place, values_ref.shape[1] - 1)])
+        index_in_row = run * block + lane
+        best_ids_ref[row, run, index] = index_in_row if ids_ref is None else \
+            load(ids_ref.at[row, jnp.minimum(index_in_row, values_ref.shape[1] - 1)])
         return jnp.where(lanes == lane, _TAKEN, order)
 
     trips = jnp.where(wanted_ref[row] != 0, jnp.int32(best_ref.shape[2]), jnp.int32(0))
-    lax.fori_loop(0, trips, take, order)
+    lax.fori_loop(0, trips, take_best, order)
 
 
 def _ordered(bits: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """Cut a step into work for the GPU's attention kernel: on the device, once per step, for all layers.
 
 Query tiles: up to `tile_tokens` consecutive tokens of one slot share each read of the context; a decode row is a tile
-of one. Items: a tile's context is cut into chunks, one program each (flash-decoding; Dao et al., 2023). How long a
-chunk is follows from the step's total context and from how many programs fill the GPU, so that the number of items
-never exceeds what the grid was compiled for, whatever the lengths.
+of one. Items: a tile's context is cut into chunks, one program each (flash-decoding; Dao et al., 2023). The length
+of a chunk follows from the step's total context and the number of programs that fill the GPU, so that the number of
+items never exceeds the compiled grid, whatever the lengths.
 
 No sort, no loop: on a GPU each would cost more than this whole module, and a loop would split the CUDA graph of a step.
 """
@@ -20,10 +20,10 @@ class WorkSizes:
     """The static sizes of a step's work.
 
     Attributes:
-        tile_tokens: most tokens in a tile.
-        num_tiles: most tiles in a step.
-        num_extra: items beyond one per tile, to split long contexts with; also the most tiles that can be split.
-        min_chunk: tokens of context under which nothing is split.
+        tile_tokens: maximum tokens in a tile.
+        num_tiles: maximum tiles in a step.
+        num_extra: items beyond one per tile, for splitting long contexts; also the maximum number of split tiles.
+        min_chunk: contexts of fewer tokens are not split.
     """
 
     tile_tokens: int
@@ -37,7 +37,7 @@ class WorkSizes:
 
     @property
     def num_partials(self) -> int:
-        """Most items of split tiles: n // u + 1 <= 2 (n // u) where n >= u, and all n // u add up to `num_extra`."""
+        """Maximum items of split tiles: n // u + 1 <= 2 (n // u) where n >= u, and all n // u add up to `num_extra`."""
         return 2 * self.num_extra
 
 
@@ -53,7 +53,7 @@ class GpuWorkList:
 
     Attributes:
         items: [W, 8] int32, one row per program: first query row, number of tokens, slot, position of the first token,
-            first and one past the last context position, place of the partial result or -1 for none, and 0. Rows
+            first and one past the last context position, index of the partial result or -1 for none, and 0. Rows
             without work have no tokens.
         splits: [X, 4] int32, one row per split tile: first query row, number of tokens, first partial result, number
             of partial results; 0 tokens where there is none.
@@ -88,7 +88,7 @@ def make_work_list(
     begin = jnp.zeros_like(end) if window is None else jnp.where(tokens > 0, jnp.maximum(first - window + 1, 0), 0)
 
     length = end - begin
-    # In units of the least chunk, of which there are less than 2^31 where there are more tokens than that: a chunk of u
+    # In units of the minimum chunk, fewer than 2^31 even where there are more tokens than that: a chunk of u
     # cuts a tile of n whole units into at most n // u + 1, and sum(n // u) <= sum(n) / u <= extra.
     units = jnp.sum(length // sizes.min_chunk)
     chunk = jnp.maximum(-(-units // sizes.num_extra), 1) * sizes.min_chunk

@@ -37,7 +37,7 @@ class TileSizes:
     group_chunk: int = 64
     tile_rows: int = 64
     tile_chunk: int = 128
-    min_tiled_rows: int = 16  # steps of fewer rows run all of them as tiles of one
+    min_tiled_rows: int = 16  # steps of fewer rows use tiles of one only
 
 
 @partial(jax.tree_util.register_dataclass,
@@ -76,9 +76,9 @@ def make_tile_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: 
     index = jnp.arange(tokens, dtype=jnp.int32)
     valid = slot != null_slot
     rows = sizes.tile_rows if tokens >= sizes.min_tiled_rows else 1
-    starts_piece = (index == 0) | (slot != jnp.roll(slot, 1))
-    piece_start = lax.cummax(jnp.where(starts_piece, index, 0))
-    starts_tile = valid & (starts_piece | ((index - piece_start) % rows == 0))
+    starts_chunk = (index == 0) | (slot != jnp.roll(slot, 1))
+    chunk_start = lax.cummax(jnp.where(starts_chunk, index, 0))
+    starts_tile = valid & (starts_chunk | ((index - chunk_start) % rows == 0))
     tile = jnp.cumsum(starts_tile) - 1
     rows_in_tile = jnp.zeros(tokens, jnp.int32).at[tile].add(valid.astype(jnp.int32), mode="drop")[tile]
     single = starts_tile & (rows_in_tile == 1)
@@ -127,17 +127,17 @@ def _pad_columns(block_table: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % multiple)))
 
 
-def _read_chunk(pool: jax.Array, pages: jax.Array, held: jax.Array | None) -> jax.Array:
-    """Tokens [..., C * S, K * H] of the pages [..., C]; zeros where not `held` [..., C * S].
+def _read_chunk(pool: jax.Array, pages: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Tokens [..., C * S, K * H] of the pages [..., C]; zeros where not `valid` [..., C * S].
 
-    Places past the end may hold anything, NaN included, and zero times NaN is NaN: what multiplies the softmax's
+    Positions past the end may be arbitrary, NaN included, and zero times NaN is NaN: what multiplies the softmax's
     weights is blanked. Keys need none of it, since their scores are replaced.
     """
     num_pages, page_size, kv_heads, head_dim = pool.shape
     flat = pool.reshape(num_pages, page_size, kv_heads * head_dim)
     rows = flat.at[pages].get(mode="promise_in_bounds")
     rows = rows.reshape(*pages.shape[:-1], pages.shape[-1] * page_size, kv_heads * head_dim)
-    return rows if held is None else jnp.where(held[..., None], rows, 0)
+    return rows if valid is None else jnp.where(valid[..., None], rows, 0)
 
 
 def _read_scales(scales: jax.Array | None, pages: jax.Array) -> jax.Array | None:
@@ -217,12 +217,12 @@ def _single_rows(
             highest, total, weighted = carry
             column = (first_chunk[:, None] + step) * chunk + jnp.arange(chunk)  # [W, C]
             here = jnp.take_along_axis(columns, column, axis=1, mode="clip")
-            place = (column[..., None] * page_size + jnp.arange(page_size)).reshape(group, chunk_tokens)
-            visible = (place < seen[:, None]) & (place >= begin[:, None])  # [W, C * S]
+            key_pos = (column[..., None] * page_size + jnp.arange(page_size)).reshape(group, chunk_tokens)
+            visible = (key_pos < seen[:, None]) & (key_pos >= begin[:, None])  # [W, C * S]
             keys, values = _read_chunk(pages.k, here, None), _read_chunk(pages.v, here, visible)
             products = jnp.einsum("wnd,wcd->wnc", part, keys.astype(part.dtype), preferred_element_type=jnp.float32)
             scores = _scored(products, by_head(_read_scales(pages.k_scale, here)),
-                             (place - (seen[:, None] - 1))[:, None], slopes, rule)
+                             (key_pos - (seen[:, None] - 1))[:, None], slopes, rule)
             highest, weights, fade = _online_softmax(highest, scores, visible[:, None])
             total = total * fade + jnp.sum(weights, axis=-1)
             value_scales = by_head(_read_scales(pages.v_scale, here))
@@ -274,21 +274,21 @@ def _several_rows(
         def run_chunk(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, total, weighted = carry
             here = lax.dynamic_slice_in_dim(columns, step * chunk, chunk)
-            place = step * chunk_tokens + jnp.arange(chunk_tokens)
-            held = (place < longest) & (place >= begin)
+            key_pos = step * chunk_tokens + jnp.arange(chunk_tokens)
+            valid = (key_pos < longest) & (key_pos >= begin)
             keys = _read_chunk(pages.k, here, None).reshape(chunk_tokens, kv_heads, head_dim).astype(part.dtype)
-            values = _read_chunk(pages.v, here, held).reshape(chunk_tokens, kv_heads, head_dim)
+            values = _read_chunk(pages.v, here, valid).reshape(chunk_tokens, kv_heads, head_dim)
             products = jnp.einsum("kxh,ckh->kxc", part, keys, preferred_element_type=jnp.float32)
             key_scales, value_scales = (_read_scales(scales, here) for scales in (pages.k_scale, pages.v_scale))
             row_seen = jnp.repeat(seen, per_head)[:, None]
-            scores = _scored(products, None if key_scales is None else key_scales[:, None], place - (row_seen - 1),
+            scores = _scored(products, None if key_scales is None else key_scales[:, None], key_pos - (row_seen - 1),
                              None if slopes is None else slopes[..., None], rule)
-            visible = (place < row_seen) & (place >= _first_seen(row_seen, rule))
+            visible = (key_pos < row_seen) & (key_pos >= _first_seen(row_seen, rule))
             highest, weights, fade = _online_softmax(highest, scores, visible)
             total = total * fade + jnp.sum(weights, axis=-1)
             if value_scales is not None:
                 values = values.astype(jnp.float32)
-                weights = jnp.where(held, weights * value_scales[:, None], 0)
+                weights = jnp.where(valid, weights * value_scales[:, None], 0)
             new = jnp.einsum("kxc,ckh->kxh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
             return highest, total, weighted * fade[..., None] + new
 

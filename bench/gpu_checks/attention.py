@@ -24,7 +24,7 @@ UNROLLED = 8  # calls in one program, so that launching them costs next to nothi
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's arrays: pieces of (context, new tokens) in slots of their own, pages in random order."""
+    """A step's arrays: chunks of (context, new tokens) in slots of their own, pages in random order."""
 
     q: Any
     pages: Any
@@ -33,7 +33,7 @@ class Step:
     position: Any
 
     @classmethod
-    def make(cls, pieces: list[tuple[int, int]], *, heads: int = HEADS, kv_heads: int = KV_HEADS,
+    def make(cls, chunks: list[tuple[int, int]], *, heads: int = HEADS, kv_heads: int = KV_HEADS,
              head_dim: int = HEAD_DIM, page: int = PAGE, dtype: Any = "bfloat16", wide: Any = "bfloat16",
              random: bool = True) -> "Step":
         """Args:
@@ -47,16 +47,16 @@ class Step:
         from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled, quantize
 
         rng = np.random.default_rng(0)
-        counts = [-(-context // page) for context, _ in pieces]
+        counts = [-(-context // page) for context, _ in chunks]
         num_pages = sum(counts) + 1
         order = rng.permutation(num_pages - 1) + 1
-        table = np.zeros((len(pieces) + 1, max(counts)), np.int32)
+        table = np.zeros((len(chunks) + 1, max(counts)), np.int32)
         first = 0
         for row, count in enumerate(counts):
             table[row, :count] = order[first : first + count]
             first += count
-        slot = np.concatenate([np.full(new, row) for row, (_, new) in enumerate(pieces)]).astype(np.int32)
-        position = np.concatenate([np.arange(context - new, context) for context, new in pieces]).astype(np.int32)
+        slot = np.concatenate([np.full(new, row) for row, (_, new) in enumerate(chunks)]).astype(np.int32)
+        position = np.concatenate([np.arange(context - new, context) for context, new in chunks]).astype(np.int32)
         dtype = jnp.dtype(dtype)
         wide = dtype if dtype.itemsize > 1 else jnp.dtype(wide)
 
@@ -147,16 +147,16 @@ def check_prefill(report: Report) -> None:
     """Operations of causal attention per second over the rate of a large matrix product."""
     target = gpu_target(report.smoke)
 
-    def measure(pieces: list[tuple[int, int]]) -> dict[str, Any]:
-        step = Step.make(pieces)
+    def measure(chunks: list[tuple[int, int]]) -> dict[str, Any]:
+        step = Step.make(chunks)
         seconds = median_seconds(attention(step, target), repeats=3)
-        pairs = sum(new * (context - new) + new * (new + 1) / 2 for context, new in pieces)
+        pairs = sum(new * (context - new) + new * (new + 1) / 2 for context, new in chunks)
         rate = 4 * HEADS * HEAD_DIM * pairs / seconds
         return {"us": 1e6 * seconds, "tflop_per_s": rate / 1e12, "of_matmul_rate": rate / matmul_rate(report.smoke)} | (
-            {"goal": PREFILL_GOAL} if pieces == [(8192, 8192)] else {})
+            {"goal": PREFILL_GOAL} if chunks == [(8192, 8192)] else {})
 
     cases = {"prefill 32": [(32, 32)]} if report.smoke else {
         "prefill 8192": [(8192, 8192)], "prefill 2048 after 6144": [(8192, 2048)],
         "prefill 4 x 2048": [(2048, 2048)] * 4}
-    for name, pieces in cases.items():
-        report.run(name, functools.partial(measure, pieces), 4)
+    for name, chunks in cases.items():
+        report.run(name, functools.partial(measure, chunks), 4)

@@ -1,4 +1,4 @@
-"""What the device is, and what it reads, copies and multiplies per second."""
+"""The device, and its rates of reading, copying and multiplying."""
 
 import sys
 

@@ -77,7 +77,7 @@ def check_engine(report: Report) -> None:
         nonlocal waited
         names = [f"{batch}-{row}" for row in range(batch)]
         for row, name in enumerate(names):
-            ids = tuple((row * 31 + place * 7) % config.vocab_size for place in range(prompt))
+            ids = tuple((row * 31 + index * 7) % config.vocab_size for index in range(prompt))
             engine.add_request(EngineRequest(name, ids, SamplingParams(temperature=0, ignore_eos=True), 400, seed=row))
         begin, started = time.perf_counter(), set[str]()
         while len(started) < batch:

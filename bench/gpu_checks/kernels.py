@@ -1,4 +1,4 @@
-"""Are the kernels right on the device? Each against its plain specification."""
+"""Are the kernels correct on the device? Each is compared with its reference."""
 
 import functools
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from bench.gpu_checks.report import HEAD_DIM, HEADS, PAGE, Report, gpu_target, m
 DECODE = [(1 + 97 * row % 1500, 1) for row in range(24)]
 
 
-def compare(pieces: list[tuple[int, int]], limit: float, target: Any, rule: Any = None, bias: Any = None,
+def compare(chunks: list[tuple[int, int]], limit: float, target: Any, rule: Any = None, bias: Any = None,
             **sizes: Any) -> dict[str, Any]:
-    """Attention over a step of these pieces beside its plain specification; `sizes` are `Step.make`'s."""
+    """Attention over a step of these chunks beside its reference; `sizes` are `Step.make`'s."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -20,7 +20,7 @@ def compare(pieces: list[tuple[int, int]], limit: float, target: Any, rule: Any 
     from jaxpaged.pallas_kernels import reference
     from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 
-    step = Step.make(pieces, **sizes)
+    step = Step.make(chunks, **sizes)
     rule = rule or AttentionRule(step.q.shape[2] ** -0.5)
     found = np.asarray(attention(step, target, rule=rule, bias=bias)(), np.float32)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize == 2 else leaf, step.pages)
@@ -46,8 +46,8 @@ def check_kernels(report: Report) -> None:
     mixed = [(5, 1), (17, 17), (33, 1)] if report.smoke else \
         [(1, 1), (15, 1), (16, 1), (17, 1), (700, 1), (1100, 1), (64, 64), (300, 70), (129, 40)]
 
-    def check(pieces: list[tuple[int, int]], limit: float, rule: Any = None, bias: Any = None, **sizes: Any) -> Any:
-        return compare(pieces, limit, target, rule, bias, **sizes)
+    def check(chunks: list[tuple[int, int]], limit: float, rule: Any = None, bias: Any = None, **sizes: Any) -> Any:
+        return compare(chunks, limit, target, rule, bias, **sizes)
 
     small: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64} if report.smoke else {}
     cases: dict[str, Callable[[], dict[str, Any]]] = {"mixed": lambda: check(mixed, 0.03, **small)}

@@ -1,4 +1,4 @@
-"""Attention by Mosaic GPU: right, and faster than by Triton? In a section of its own, for what may hang."""
+"""Attention by Mosaic GPU: correct, and faster than by Triton? In its own section, since it may hang."""
 
 import functools
 from dataclasses import replace
@@ -22,9 +22,9 @@ def check_mosaic(report: Report) -> None:
     cases: dict[str, dict[str, Any]] = {"decode": {"heads": 4, "kv_heads": 2, "head_dim": 64}} if report.smoke else {
         "decode": {}, "window, soft cap": {"rule": rule},
         "group 7, head 64, float16": {"heads": 28, "kv_heads": 4, "head_dim": 64, "page": 64, "dtype": "float16"}}
-    pieces = DECODE[:2] if report.smoke else DECODE
+    chunks = DECODE[:2] if report.smoke else DECODE
     for name, case in cases.items():
-        report.run(f"attention by Mosaic, {name}", functools.partial(compare, pieces, 0.03, target, **case))
+        report.run(f"attention by Mosaic, {name}", functools.partial(compare, chunks, 0.03, target, **case))
     for batch, context in () if report.smoke else ((16, 8192), (1, 8192), (16, 1024), (1, 1024)):
         measure = functools.partial(measure_decode, [context] * batch, target, report.smoke)
         report.run(f"decode {batch} x {context} by Mosaic", measure, 4)

@@ -1,4 +1,4 @@
-"""How a section tells what it finds, and the rates that everything is set against."""
+"""How a section reports its results, and the device's rates that they are compared with."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16  # of Llama-3.1-8B
-# What the shares of the device's own rates should reach, in the lines that tell a `goal`.
+# Goals for the shares of the device's own rates, in the lines with a `goal`.
 DECODE_GOAL, PREFILL_GOAL, STEP_GOAL = 0.85, 0.6, 0.8
 
 
@@ -42,7 +42,7 @@ class Report:
 
 
 def median_seconds(call: Callable[[], Any], min_seconds: float = 0.1, repeats: int = 5) -> float:
-    """Median time of a call; calls are queued one behind the other, and waited for together."""
+    """Median time of a call; calls are queued one after the other, and waited for together."""
     import jax
 
     jax.block_until_ready(call())
@@ -53,7 +53,7 @@ def median_seconds(call: Callable[[], Any], min_seconds: float = 0.1, repeats: i
     for _ in range(repeats):
         begin = time.perf_counter()
         for _ in range(count):
-            result = call()  # only the last is kept: some are gigabytes
+            result = call()  # only the last is referenced: some are gigabytes
         jax.block_until_ready(result)
         times.append((time.perf_counter() - begin) / count)
     return statistics.median(times)

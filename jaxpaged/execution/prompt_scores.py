@@ -26,8 +26,8 @@ class ScoredRows:
     array: jax.Array
     row: int
 
-    def read(self) -> PromptLogprobs:
-        """Wait for them."""
+    def result(self) -> PromptLogprobs:
+        """Wait for the device."""
         rows = np.asarray(self.array)[self.row : self.row + self.count]
         wanted = self.request.message.params.prompt_logprobs or 0
         return PromptLogprobs(self.request, self.start, [unpack_row(row, wanted) for row in rows])
@@ -47,8 +47,8 @@ class HiddenRows:
     array: jax.Array
     row: int
 
-    def read(self) -> PooledTokens:
-        """Wait for them."""
+    def result(self) -> PooledTokens:
+        """Wait for the device."""
         rows = np.asarray(self.array)[self.row : self.row + self.count].astype(np.float64)
         pooled = rows.sum(axis=0) if self.request.message.pooling == "mean" else rows[-1]
         return PooledTokens(self.request, self.start, pooled.tolist())
@@ -71,7 +71,7 @@ def wants_states(chunk: ScheduledChunk) -> bool:
 def part_of(chunk: ScheduledChunk, first: int, count: int, block_size: int) -> ScheduledChunk:
     """`count` tokens of a chunk from its `first` on, and the blocks that begin with them; none of them is sampled."""
     start = chunk.start + first
-    begun, end = (-(-place // block_size) + chunk.start // -block_size for place in (start, start + count))
+    begun, end = (-(-position // block_size) + chunk.start // -block_size for position in (start, start + count))
     return chunk._replace(start=start, token_ids=chunk.token_ids[first : first + count], num_tokens=count,
                           samples=False, blocks=chunk.blocks[begun:end])
 

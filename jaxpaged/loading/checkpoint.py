@@ -19,7 +19,7 @@ _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
 
 
 class Checkpoint(Protocol):
-    """What a model is loaded from. `read` may be called from several threads."""
+    """What a model is loaded from. `read_tensor` may be called from several threads."""
 
     path: Path
     config: dict[str, Any]
@@ -31,10 +31,10 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, as stored; CheckpointError if its dtype is not supported."""
 
-    def read(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
+    def read_tensor(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
         """A tensor's values, or those of a part, written into `out` (same shape, any float dtype and strides) if given.
 
-        No more than the part is read where the format allows it.
+        Only the part is read where the format allows it.
         """
 
 
@@ -74,7 +74,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    """Compare the config's layer count with the tensors before anybody builds that many layers."""
+    """Compare the config's layer count with the tensors before that many layers are built."""
     claimed = checkpoint.config.get("num_hidden_layers")
     present = len({match[1] for match in map(_LAYER.search, checkpoint.names()) if match})
     if isinstance(claimed, int) and claimed > present:

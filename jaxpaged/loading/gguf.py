@@ -1,7 +1,7 @@
-"""Reading a GGUF file: a checked header, and memory-mapped tensors dequantised in pieces.
+"""Reading a GGUF file: a checked header, and memory-mapped tensors dequantised in batches of rows.
 
 Layout, little-endian: magic, version, two counts, key/value pairs, tensor infos, padding, tensor data. No number in the
-header is trusted: each is checked against the bytes that are really there before anything of that size is made.
+header is trusted: each is checked against the size of the file before anything of that size is allocated.
 """
 
 import math
@@ -33,12 +33,12 @@ _MAX_ENTRIES = 1 << 16
 _MAX_ARRAY_ITEMS = 1 << 22
 _MAX_DIMS = 4
 # Elements dequantised at a time: temporaries stay in the cache (measured best on two threads).
-_PIECE = 1 << 18
+_BATCH = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies: `shape` slowest axis first (as in numpy), `offset` in bytes from the start of the file."""
+    """Location of a tensor: `shape` slowest axis first (as in numpy), `offset` in bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class GgufFile:
         tensors: name -> where it lies.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged, or lies about itself.
+        CheckpointError: the file cannot be read, is damaged or inconsistent.
         UnsupportedModelError: a tensor is stored in a type that cannot be dequantised here.
     """
 
@@ -75,9 +75,9 @@ class GgufFile:
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         header = _Header(path, self._map)
-        self.metadata, self.tensors = header.read()
+        self.metadata, self.tensors = header.parse()
 
-    def read(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
+    def read_tensor(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
         """Dequantise a tensor, or a part of its first and last axes, into `out`, a few rows at a time.
 
         Args:
@@ -106,17 +106,17 @@ class GgufFile:
         first = part[0].start * math.prod(tensor.shape[1:-1]) if len(part) > 1 else 0
         data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset).reshape(-1, row)
         data = data[first:, left * size : right * size]
-        # One index of `out` takes whole rows of the file.
+        # One index of `out` is whole rows of the file.
         rows = math.prod(out.shape[1:]) // width
-        step = max(1, _PIECE // (rows * width))
-        # Damaged scales may be infinite: such weights are the sampler's to report, not a warning's.
+        step = max(1, _BATCH // (rows * width))
+        # Damaged scales may be infinite: the sampler reports such weights, not a warning.
         with np.errstate(all="ignore"):
             for start in range(0, len(out), step):
-                piece = out[start:start + step]
-                stored = data[start * rows : (start + len(piece)) * rows]
+                batch = out[start:start + step]
+                stored = data[start * rows : (start + len(batch)) * rows]
                 # As one flat row: the package then makes one pass instead of one per 16 rows.
                 values = dequantize(stored.reshape(1, -1), kind).reshape(len(stored), -1)
-                piece[...] = values[:, wanted].reshape(piece.shape)
+                batch[...] = values[:, wanted].reshape(batch.shape)
                 forget_pages(self._map, tensor.offset + (first + start * rows) * row, len(stored) * row)
 
 
@@ -130,7 +130,7 @@ class _Header:
         self._end = min(len(data), _MAX_HEADER_BYTES)
         self._items_left = _MAX_ARRAY_ITEMS
 
-    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    def parse(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """Return the metadata and the tensors."""
         if len(self._data) < 24 or self._data[:4] != b"GGUF":
             self._fail("is not a GGUF file")
@@ -220,7 +220,7 @@ class _Header:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        # Tokenizers bring a hundred thousand strings: hence the local names and the check written out.
+        # Tokenizers have a hundred thousand strings: hence the local names and the inlined check.
         data, at, end, length_at = self._data, self._at, self._end, struct.Struct("<Q").unpack_from
         strings = []
         try:
@@ -244,11 +244,11 @@ class _Header:
         self._at = start + size
         return start
 
-    def _check_count(self, count: int, least_size: int, most: int, what: str) -> None:
-        if count * least_size > self._end - self._at:
+    def _check_count(self, count: int, min_size: int, max_count: int, what: str) -> None:
+        if count * min_size > self._end - self._at:
             self._fail(f"claims {count} {what}, more than it has room for; download or convert it again")
-        if count > most:
-            self._fail(f"has {count} {what}; at most {most} are supported")
+        if count > max_count:
+            self._fail(f"has {count} {what}; at most {max_count} are supported")
 
     def _fail_short(self) -> NoReturn:
         if self._end < len(self._data):

@@ -92,7 +92,7 @@ class GgufCheckpoint:
         """Shape of a tensor, [out, in] for linear layers."""
         return self._file.tensors[self._sources[name]].shape
 
-    def read(
+    def read_tensor(
         self, name: str, out: np.ndarray | None = None, part: tuple[slice, ...] | None = None
     ) -> np.ndarray:
         """Dequantise a tensor, or a part, into `out` (any float dtype and strides), or into a new float32 array."""
@@ -102,13 +102,13 @@ class GgufCheckpoint:
             out = np.empty([item.stop - item.start for item in part], np.float32)
         heads = self._permuted_heads(source)
         if heads is None:
-            self._file.read(source, out, part)
+            self._file.read_tensor(source, out, part)
             return out
         rows = shape[0] // heads
         if part[0].start % rows or part[0].stop % rows:  # the file has the rows of a head in another order
-            out[...] = self.read(name)[part]
+            out[...] = self.read_tensor(name)[part]
         else:
-            self._file.read(source, _in_file_order(out, rows), part)
+            self._file.read_tensor(source, _in_file_order(out, rows), part)
         return out
 
     def _hf_name(self, name: str) -> str:
@@ -186,7 +186,7 @@ class GgufCheckpoint:
         if self._file.tensors[_ROPE_FACTORS].shape != (head_dim // 2,):
             raise CheckpointError(f"{self.path}: {_ROPE_FACTORS} must have {head_dim // 2} elements")
         found = np.empty(head_dim // 2, np.float32)
-        self._file.read(_ROPE_FACTORS, found)
+        self._file.read_tensor(_ROPE_FACTORS, found)
         factor = float(found.max())
         with np.errstate(all="ignore"):  # damaged numbers end as "not close"
             wave = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

@@ -53,7 +53,7 @@ class HfCheckpoint:
         file.dtype(stored)
         return file.shape(stored)
 
-    def read(
+    def read_tensor(
         self, name: str, out: np.ndarray | None = None, part: tuple[slice, ...] | None = None
     ) -> np.ndarray:
         """Read a tensor, or a part, into `out` (any float dtype and strides), or a new array of the stored dtype."""
@@ -61,7 +61,7 @@ class HfCheckpoint:
         if out is None:
             shape = file.shape(stored) if part is None else tuple(item.stop - item.start for item in part)
             out = np.empty(shape, file.dtype(stored))
-        file.read(stored, out, part)
+        file.read_tensor(stored, out, part)
         return out
 
     def _settle_head(self) -> None:
@@ -69,7 +69,7 @@ class HfCheckpoint:
             return
         if _EMBEDDING not in self._sources:
             self._sources[_EMBEDDING] = self._sources.pop(_HEAD)
-        elif np.array_equal(self.read(_EMBEDDING), self.read(_HEAD)):
+        elif np.array_equal(self.read_tensor(_EMBEDDING), self.read_tensor(_HEAD)):
             del self._sources[_HEAD]
         else:
             _log.warning("%s: config.json ties the output head to the embedding, but the files hold a different head; "

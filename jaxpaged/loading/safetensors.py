@@ -1,7 +1,7 @@
-"""Reading a safetensors file piece by piece.
+"""Reading a safetensors file in batches of rows.
 
-The safetensors package checks the header. Whole rows are read by plain file reads; a part of each row comes through a
-memory map, whose pages are given back piece by piece: they would count as this process's memory.
+The safetensors package checks the header. Whole rows are read by plain file reads; parts of rows through a memory map,
+whose pages are released after each batch: they would count as this process's memory.
 """
 
 import json
@@ -20,12 +20,12 @@ from jaxpaged.loading.host_memory import forget_pages
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # Elements read at a time.
-_PIECE = 1 << 20
+_BATCH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Where a tensor lies: `offset` in bytes from the start of the file, `dtype` as the format spells it."""
+    """Location of a tensor: `offset` in bytes from the start of the file, `dtype` as the format spells it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -74,14 +74,14 @@ class SafetensorsFile:
                                   f"supported are {', '.join(_DTYPES)}")
         return _DTYPES[stored]
 
-    def read(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
+    def read_tensor(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
         """Read a tensor, or a part of it, into `out`: its shape, any float dtype, any strides."""
         tensor, dtype = self._tensors[name], self.dtype(name)
         part = part or tuple(slice(0, size) for size in tensor.shape)
         assert out.shape == tuple(item.stop - item.start for item in part), (name, out.shape, part)
         if not out.size:
             return
-        # Values too large for `out` become infinite: they are the sampler's to report, not a warning's.
+        # Values too large for `out` become infinite: the sampler reports them, not a warning.
         with np.errstate(all="ignore"):
             if out.shape[1:] == tensor.shape[1:]:
                 self._read_rows(tensor, dtype, part[0].start if part else 0, out if out.ndim else out[np.newaxis])
@@ -90,24 +90,24 @@ class SafetensorsFile:
 
     def _read_rows(self, tensor: _Tensor, dtype: np.dtype, first: int, out: np.ndarray) -> None:
         row = math.prod(tensor.shape[1:])
-        step = max(1, _PIECE // row)
+        step = max(1, _BATCH // row)
         with self.path.open("rb") as file:
             file.seek(tensor.offset + first * row * dtype.itemsize)
             for start in range(0, len(out), step):
-                piece = np.empty(out[start:start + step].shape, dtype)
-                if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
+                batch = np.empty(out[start:start + step].shape, dtype)
+                if file.readinto(batch.view(np.uint8).data) != batch.nbytes:
                     raise CheckpointError(f"{self.path} was truncated while it was read")
-                out[start:start + step] = piece
+                out[start:start + step] = batch
 
     def _read_columns(self, tensor: _Tensor, dtype: np.dtype, part: tuple[slice, ...], out: np.ndarray) -> None:
         row = math.prod(tensor.shape[1:])
-        step = max(1, _PIECE // row)
+        step = max(1, _BATCH // row)
         with self.path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if tensor.offset + math.prod(tensor.shape) * dtype.itemsize > len(data):
             raise CheckpointError(f"{self.path} was truncated while it was read")
         stored = np.frombuffer(data, dtype, math.prod(tensor.shape), tensor.offset).reshape(tensor.shape)
         for start in range(0, len(out), step):
-            piece, first = out[start:start + step], part[0].start + start
-            piece[...] = stored[(slice(first, first + len(piece)), *part[1:])]
-            forget_pages(data, tensor.offset + first * row * dtype.itemsize, len(piece) * row * dtype.itemsize)
+            batch, first = out[start:start + step], part[0].start + start
+            batch[...] = stored[(slice(first, first + len(batch)), *part[1:])]
+            forget_pages(data, tensor.offset + first * row * dtype.itemsize, len(batch) * row * dtype.itemsize)

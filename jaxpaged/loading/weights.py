@@ -26,13 +26,13 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One parameter, the tensor it comes from, how one becomes the other, and where it goes.
+    """One parameter, its tensor in the checkpoint, the transform between them, and its shards.
 
     Attributes:
         shape: as the checkpoint has it, after the transform.
         axes: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
         wanted_shape: on the devices.
-        pieces: what each device holds; several may hold the same.
+        shards: parts of the array, each with the devices that hold it.
     """
 
     path: KeyPath
@@ -42,7 +42,7 @@ class _Task:
     axes: tuple[int, ...] | None
     wanted_shape: tuple[int, ...]
     sharding: Sharding
-    pieces: tuple[tuple[Part, tuple[jax.Device, ...]], ...]
+    shards: tuple[tuple[Part, tuple[jax.Device, ...]], ...]
 
 
 def load_params(
@@ -58,20 +58,20 @@ def load_params(
     keep_in_place: bool = False,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """Load all parameters. Each device reads its piece alone; the host holds no more than the largest tensor besides.
+    """Load all parameters. Each device reads only its shard; beside them the host holds at most the largest tensor.
 
     Args:
         shapes: nested dict of the parameters, leaves with a `shape`, as `nnx.to_pure_dict` gives it.
         rules: the family's weight table.
         checkpoint: where the tensors are.
-        num_layers: how often a rule with `{i}` applies.
+        num_layers: a rule with `{i}` applies to each.
         ignored: fnmatch patterns of tensors that need no parameter.
         tied: the output head is the embedding, so that a head in the checkpoint needs no parameter.
         dtype: of the parameters.
         wanted: shape and sharding of each parameter on its devices, in the tree of `shapes`; zeros fill up what is
-            larger than stored. Left out, all lie on the default device.
-        keep_in_place: the devices are CPUs and use the host's memory itself: all arrays are cut from one piece of it,
-            in huge pages.
+            larger than stored. Without it, all are on the default device.
+        keep_in_place: the devices are CPUs and use the host's memory itself: all arrays are allocated from one arena in
+            huge pages.
         progress: show a bar.
 
     Returns:
@@ -82,12 +82,12 @@ def load_params(
             without a tensor, tensor without a parameter and wrong shape; no weight has been read then.
     """
     target = np.dtype(dtype)
-    tasks = _plan(shapes, shapes if wanted is None else wanted, rules, checkpoint, num_layers,
+    tasks = _match(shapes, shapes if wanted is None else wanted, rules, checkpoint, num_layers,
                   [*ignored, *(["lm_head.weight"] if tied else [])])
     # The largest first, so that the threads finish together.
     tasks.sort(key=lambda task: -math.prod(task.shape))
     params: dict[Any, Any] = {}
-    sizes = [_size(part) * target.itemsize for task in tasks for part, _ in task.pieces]
+    sizes = [_size(part) * target.itemsize for task in tasks for part, _ in task.shards]
     loader = _Loader(checkpoint, target, HostArena(sum(sizes), len(sizes)) if keep_in_place else None,
                      ByteBudget(max((math.prod(task.shape) for task in tasks), default=0) * target.itemsize))
     total = sum(math.prod(task.shape) for task in tasks) * target.itemsize
@@ -101,13 +101,13 @@ def load_params(
                 task = futures[future]
                 insert(params, task.path, future.result())
                 bar.update(math.prod(task.shape) * target.itemsize)
-        except BaseException:  # an interrupt, too: leaving the pool would wait for all that has not begun
+        except BaseException:  # an interrupt, too: leaving the pool would wait for all tasks that have not started
             pool.shutdown(cancel_futures=True)
             raise
     return params
 
 
-def _plan(
+def _match(
     shapes: Mapping[Any, Any], wanted: Mapping[Any, Any], rules: Sequence[WeightRule], checkpoint: Checkpoint,
     num_layers: int, ignored: Sequence[str],
 ) -> list[_Task]:
@@ -141,7 +141,7 @@ def _plan(
         target = tuple(targets[path].shape)
         sharding = getattr(targets[path], "sharding", None) or default
         tasks.append(_Task(path, tensor, tuple(leaf.shape), transform, _order_of_axes(transform, len(stored)), target,
-                           sharding, _pieces(target, sharding)))
+                           sharding, _shards(target, sharding)))
     problems += [f"tensor {name} is not used by the model" for name in sorted(names - used)
                  if not any(fnmatchcase(name, pattern) for pattern in ignored)]
     if problems:
@@ -151,10 +151,10 @@ def _plan(
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Brings parameters onto their devices; `load` may be called from several threads.
+    """Loads parameters onto their devices; `load` may be called from several threads.
 
     Attributes:
-        arena: memory that stays the parameters' own; else each piece has its own until it is copied, by `budget`.
+        arena: memory that the parameters use for good; else each shard has its own, within `budget`, until copied.
     """
 
     checkpoint: Checkpoint
@@ -165,10 +165,10 @@ class _Loader:
     def load(self, task: _Task) -> jax.Array:
         """One parameter."""
         arrays: list[jax.Array] = []
-        for part, devices in task.pieces:
+        for part, devices in task.shards:
             size = _size(part) * self.dtype.itemsize
-            with nullcontext() if self.arena else self.budget.hold(size):
-                memory = self.arena.take(size) if self.arena else zeros(size)
+            with nullcontext() if self.arena else self.budget.reserve(size):
+                memory = self.arena.allocate(size) if self.arena else zeros(size)
                 host = memory.view(self.dtype).reshape([item.stop - item.start for item in part])
                 _read(self.checkpoint, task, part, host)
                 # Waiting bounds the host arrays that copies are still reading.
@@ -178,20 +178,20 @@ class _Loader:
 
 
 def _read(checkpoint: Checkpoint, task: _Task, part: Part, out: np.ndarray) -> None:
-    """Read a part of a parameter into zeros; they stay where it reaches beyond what is stored."""
-    there = tuple(slice(min(item.start, size), min(item.stop, size))
+    """Read a part of a parameter into zeros, which remain where it exceeds the stored shape."""
+    stored = tuple(slice(min(item.start, size), min(item.stop, size))
                   for item, size in zip(part, task.shape, strict=True))
-    inside: tuple[Any, ...] = (*(slice(item.stop - item.start) for item in there), ...)  # a view, of scalars too
+    inside: tuple[Any, ...] = (*(slice(item.stop - item.start) for item in stored), ...)  # a view, of scalars too
     out = out[inside]
     if task.axes is None:
-        out[...] = task.transform(checkpoint.read(task.tensor))[there]
+        out[...] = task.transform(checkpoint.read_tensor(task.tensor))[stored]
     else:
         back = sorted(range(len(task.axes)), key=task.axes.__getitem__)
-        checkpoint.read(task.tensor, out.transpose(back), tuple(there[axis] for axis in back))
+        checkpoint.read_tensor(task.tensor, out.transpose(back), tuple(stored[axis] for axis in back))
 
 
-def _pieces(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[Part, tuple[jax.Device, ...]], ...]:
-    """What the devices of this process hold of an array, each different part once."""
+def _shards(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[Part, tuple[jax.Device, ...]], ...]:
+    """The parts of an array that devices of this process hold, each part once."""
     found: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None, sharding
@@ -209,7 +209,7 @@ def _order_of_axes(transform: Transform, ndim: int) -> tuple[int, ...] | None:
     probe = np.empty(range(2, 2 + ndim), np.uint8)
     try:
         found = transform(probe)
-    except ValueError:  # it is made for certain sizes
+    except ValueError:  # a transform for certain sizes only
         return None
     axes = tuple(size - 2 for size in found.shape)
     if sorted(axes) != list(range(ndim)) or found.ctypes.data != probe.ctypes.data:

@@ -52,13 +52,13 @@ def test_reserving_the_maximum_holds_as_many_as_fit_whole() -> None:
 
 
 def test_reserving_a_power_of_two_lies_between_the_maximum_and_blocks() -> None:
-    """Room for twice the answer at most: never preempted, fuller than the maximum, emptier than blocks."""
+    """Room for twice the answer at reserve: never preempted, fuller than the maximum, emptier than blocks."""
     traffic = poisson_traffic(DATASETS["sharegpt"], 50.0, 60, seed=0, context=2048, hint_error=0.0)
-    most, power, paged = (simulate(traffic, DEVICE, policy) for policy in ("reserve", "reserve-pow2", "fcfs"))
+    reserve, power, paged = (simulate(traffic, DEVICE, policy) for policy in ("reserve", "reserve-pow2", "fcfs"))
     assert power.preemptions == 0
-    assert most.mean_filled < power.mean_filled < paged.mean_filled
-    assert most.mean_running < power.mean_running < paged.mean_running
-    means = [run.normalised_latency()["mean"] for run in (most, power, paged)]
+    assert reserve.mean_filled < power.mean_filled < paged.mean_filled
+    assert reserve.mean_running < power.mean_running < paged.mean_running
+    means = [run.normalised_latency()["mean"] for run in (reserve, power, paged)]
     assert means == sorted(means, reverse=True)
 
 

@@ -17,7 +17,7 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.models.metadata import make_metadata
-from jaxpaged.pallas_kernels import kv_write, reference
+from jaxpaged.pallas_kernels import kv_pages, reference
 from jaxpaged.pallas_kernels.kv_pages import LARGEST, max_addressable, page_dtype, quantize
 from jaxpaged.text.tokenizer import load_tokenizer
 from tests.models.test_models import load
@@ -47,7 +47,7 @@ def test_writing_follows_the_specification_in_place(dtype: Any) -> None:
     page, place = jnp.array([1, 2, 4]), jnp.array([0, 3, 1])
     wanted = reference.write_kv(pages, k, v, page, place)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
-    found = jax.jit(kv_write.write_kv, donate_argnums=0)(pages, k, v, page, place)
+    found = jax.jit(kv_pages.write_kv, donate_argnums=0)(pages, k, v, page, place)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(found)] == pointers
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-6)

@@ -53,7 +53,7 @@ def check_forward(row: Row) -> None:
         assert kernel["blocks_per_sm"] >= 1, f"{name}: {kernel}"
     assert (MOSAIC in kernels) == (row.gpu == "h200" and row.program == f"forward[{FEW}]"), name
     if attention := kernels.get(MOSAIC):
-        # At least keys and values of a block before the loop for each stage but one, and as many in it; barriers of
+        # At limit keys and values of a block before the loop for each stage but one, and as many in it; barriers of
         # each stage, and one of the queries.
         assert attention["tma_loads"] >= 2 * TILES.num_stages and attention["wgmma"] > 0, f"{name}: {attention}"
         assert attention["barriers"] == 2 * TILES.num_stages + 1, f"{name}: {attention}"
@@ -130,12 +130,12 @@ def test_nothing_is_worse_than_in_the_committed_table(compiled: tuple[str, list[
             for column, slack in (("temporaries, MiB", 1.05), ("launches", 1.1), ("per layer", 1), ("CUDA graphs", 1),
                                   ("registers", 1.1), ("spilled", 1), ("shared, KiB", 1)):
                 if before.get(column):
-                    least, found = (float(row[column].replace(",", "")) for row in (before, now[key]))
-                    assert found <= least * slack, f"{' '.join(key)}: {column} was {least}, is {found}; {hint}"
+                    limit, found = (float(row[column].replace(",", "")) for row in (before, now[key]))
+                    assert found <= limit * slack, f"{' '.join(key)}: {column} was {limit}, is {found}; {hint}"
             for column in ("blocks per SM", "waits for"):
                 if before.get(column):
-                    least, found = (max(map(float, row[column].split())) for row in (before, now[key]))
-                    assert found >= least, f"{' '.join(key)}: {column} was {least}, is {found}; {hint}"
+                    limit, found = (max(map(float, row[column].split())) for row in (before, now[key]))
+                    assert found >= limit, f"{' '.join(key)}: {column} was {limit}, is {found}; {hint}"
 
 
 @pytest.mark.slow

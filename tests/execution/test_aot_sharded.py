@@ -1,4 +1,4 @@
-"""Llama-3.1-70B's shape over eight H200s that are not there: few collectives, all in the graph, each device its piece.
+"""Llama-3.1-70B's shape over eight H200s that are not there: few collectives, all in the graph, each device its shard.
 
 The numbers are compared with bench/results/aot.md, so that a change for the worse is seen.
 """
@@ -28,7 +28,7 @@ def rows() -> list[ShardedRow]:
 
 def check(rows: list[ShardedRow], layers: int) -> None:
     """What holds at any number of layers."""
-    for row, tokens, most in zip(rows[:2], (64, 8192), (40, 600), strict=True):
+    for row, tokens, max_temporaries in zip(rows[:2], (64, 8192), (40, 600), strict=True):
         assert row.collectives == {f"all-reduce bf16[{tokens},{MODEL['hidden_size']}]": 2 * layers + 1}, row
         assert row.graphs == 1 and row.collectives_outside == 0, "the collectives split the graph"
         assert row.weight_bytes == 2 * ((layers * LAYER + ENDS) // SIZE + NORM * (2 * layers + 1))
@@ -36,7 +36,7 @@ def check(rows: list[ShardedRow], layers: int) -> None:
         assert row.pool_bytes == row.plan_pool_bytes * layers // 80
         assert row.pool_bytes <= row.alias_bytes < row.pool_bytes + 16 * MIB, "the pool is not updated in place"
         assert 0 <= row.argument_bytes - row.weight_bytes - row.pool_bytes < 16 * MIB
-        assert row.temporary_bytes < most * MIB
+        assert row.temporary_bytes < max_temporaries * MIB
 
 
 def test_a_step_shared_by_eight(rows: list[ShardedRow]) -> None:
@@ -57,8 +57,8 @@ def test_nothing_is_worse_than_in_the_committed_table(rows: list[ShardedRow]) ->
     assert [key[:2] for key in was] == [key[:2] for key in now], hint
     for before, after in zip(was.values(), now.values(), strict=True):
         for column, slack in (("weights", 1), ("temporaries", 1.05), ("outside of graphs", 1), ("CUDA graphs", 1)):
-            least, found = (float(row[column].replace(",", "")) for row in (before, after))
-            assert found <= least * slack, f"{before['program']}: {column} was {least}, is {found}; {hint}"
+            limit, found = (float(row[column].replace(",", "")) for row in (before, after))
+            assert found <= limit * slack, f"{before['program']}: {column} was {limit}, is {found}; {hint}"
         assert before["collectives"] == after["collectives"], hint
 
 

@@ -68,7 +68,7 @@ VARIANTS = pairwise()
 
 
 def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path, queries: str = "") -> gpu_code.ProgramCode:
-    """Queries are of the pages' dtype unless told, and bfloat16 over 8-bit pages."""
+    """Queries are of the pages' dtype unless given, and bfloat16 over 8-bit pages."""
     head_dim, pages, page_size, group, features, tokens = variant
     rule, kv_heads, slots = FEATURES[features], 4, 256
     [device] = aot.compile_only_devices(gpu)
@@ -202,7 +202,7 @@ def test_the_shipped_tiles_of_an_8b_model(
 ) -> None:
     """Heads of 128, 4 to a kv head, bfloat16 pages of 16: at most so many registers, at least so many programs at once.
 
-    Two groups of loads stay under way while a block is computed; the zeros stand after the loops.
+    Two groups of loads stay under way while a block is computed; the zeros are after the loops.
     """
     gpu = find_gpu(name)
     facts = compile_attention(gpu, (128, "bfloat16", 16, 4, "plain", tokens), tmp_path)

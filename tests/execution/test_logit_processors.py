@@ -200,8 +200,8 @@ def test_the_largest_biases_decide(llm: LLM, temperature: float) -> None:
 
 def test_bad_words_of_one_and_several_tokens(llm: LLM) -> None:
     """Each token of this model is a byte, so a word of three letters has three tokens."""
-    letters = [llm.get_tokenizer().encode(char)[0] for char in "abc"]
-    only = SamplingParams(allowed_token_ids=letters, max_tokens=60, seed=3, ignore_eos=True)
+    tokens = [llm.get_tokenizer().encode(char)[0] for char in "abc"]
+    only = SamplingParams(allowed_token_ids=tokens, max_tokens=60, seed=3, ignore_eos=True)
     free, banned, single = run(llm, [([5], only), ([5], replace(only, bad_words=["ab", "cca"])),
                                      ([5], replace(only, bad_words=["b"]))])
     assert "ab" in free.text and "cca" in free.text

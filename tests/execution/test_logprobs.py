@@ -86,7 +86,7 @@ def check(prompt: Sequence[int], output: CompletionOutput, count: int) -> None:
 
 
 def test_logprobs_are_the_models_own_before_temperature_and_cuts(llm: LLM, few_blocks: LLM) -> None:
-    """In a batch where others want none, alone, and with blocks taken away on the way; nobody's ids change."""
+    """In a batch where others want none, alone, and with preemptions; no request's ids change."""
     bare = run(llm, PROMPTS, [replace(params, logprobs=None) for params in PARAMS])
     assert all(output.logprobs is None and output.cumulative_logprob is None for output in bare)
     for found in (run(llm, PROMPTS, PARAMS), run(few_blocks, PROMPTS, PARAMS)):
@@ -120,9 +120,9 @@ def test_text_offsets_say_where_each_token_begins(llm: LLM) -> None:
     [output] = run(llm, PROMPTS[2:3], [PARAMS[2]])
     tokenizer = llm.get_tokenizer()
     assert output.text_offsets[0] == 0 and output.logprobs is not None
-    for place, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
-        before = tokenizer.decode([*output.token_ids[:place]]).rstrip("\ufffd")
-        assert output.text_offsets[place] >= len(before)
+    for index, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        before = tokenizer.decode([*output.token_ids[:index]]).rstrip("\ufffd")
+        assert output.text_offsets[index] >= len(before)
         assert entry[token].decoded_token == tokenizer.decode([token])
     assert list(output.text_offsets) == sorted(output.text_offsets)
     assert output.text_offsets[-1] <= len(output.text)

@@ -49,7 +49,7 @@ rows_of = {
     "spread": st.integers(0, 2**31).map(lambda seed: np.random.default_rng(seed).normal(0, 3, VOCAB)),
     "flat": st.integers(0, 2**31).map(lambda seed: np.random.default_rng(seed).normal(0, 1e-3, VOCAB)),
     "ties": st.integers(0, 2**31).map(lambda seed: np.random.default_rng(seed).integers(-3, 4, VOCAB) / 2),
-    "peaked": st.integers(0, VOCAB - 1).map(lambda place: np.where(np.arange(VOCAB) == place, 40.0, 0.0)),
+    "peaked": st.integers(0, VOCAB - 1).map(lambda token: np.where(np.arange(VOCAB) == token, 40.0, 0.0)),
     "huge": st.integers(0, 2**31).map(lambda seed: np.random.default_rng(seed).normal(0, 1e6, VOCAB)),
     "banned": st.integers(0, 2**31).map(
         lambda seed: np.where(np.random.default_rng(seed).random(VOCAB) < 0.5, -np.inf, 1.0) + np.eye(VOCAB)[3]),
@@ -194,7 +194,7 @@ MIXED = [request(0, seed=1), request(1, seed=1), request(seed=2, temperature=0),
 
 
 def test_a_draw_depends_on_its_own_row_alone() -> None:
-    """Not on its place in the batch, its batch mates, or the size of the batch."""
+    """Not on its index in the batch, its batch mates, or the size of the batch."""
     logits, positions = random_logits(ROWS, 4), [3, 3, 9, 27, 100, 1, 2000, 8]
     wanted = draw(logits, MIXED, positions)
     for seed in range(3):

@@ -87,7 +87,7 @@ def test_the_buffer_is_frozen_and_each_step_has_its_own() -> None:
     assert not np.may_share_memory(first, second)
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 1
-    assert first.base is None, "nobody else holds the memory writeable"
+    assert first.base is None, "no other array can write to the memory"
 
 
 def test_a_step_that_does_not_fit_is_noticed() -> None:

@@ -52,7 +52,7 @@ def write_tensors(path: Path, tensors: dict[str, tuple[np.ndarray, Kind]]) -> Pa
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_type_equals_the_packages_whole_tensor(kind: Kind, tmp_path: Path) -> None:
     rng = np.random.default_rng(kind.value)
-    values = rng.standard_normal((700, 512), np.float32)  # more than one piece
+    values = rng.standard_normal((700, 512), np.float32)  # more than one batch
     path = write_tensors(tmp_path / "a.gguf", {
         "before": (rng.standard_normal(5).astype(np.float32), Kind.F32),
         "matrix": (stored_bytes(values, kind, rng), kind),
@@ -65,11 +65,11 @@ def test_every_type_equals_the_packages_whole_tensor(kind: Kind, tmp_path: Path)
         assert shape == tuple(reversed(tensor.shape.tolist()))
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         found = np.empty(shape, np.float32)
-        file.read(tensor.name, found)
+        file.read_tensor(tensor.name, found)
         np.testing.assert_array_equal(found, expected.reshape(shape))
     if kind not in SCALES:  # and it is what was written, to within half a step of the coarsest type
         found = np.empty(values.shape, np.float32)
-        file.read("matrix", found)
+        file.read_tensor("matrix", found)
         assert np.abs(found - values).max() < 0.4
 
 
@@ -82,14 +82,14 @@ def test_parts_of_tensors(kind: Kind, tmp_path: Path) -> None:
         "matrix": (stored_bytes(values, kind, rng), kind), "row": (stored_bytes(values[:1], kind, rng)[0], kind)}))
     whole = {name: np.empty(file.tensors[name].shape, np.float32) for name in file.tensors}
     for name, out in whole.items():
-        file.read(name, out)
+        file.read_tensor(name, out)
     for rows, columns in ((slice(0, 300), slice(256, 768)), (slice(17, 290), slice(0, 1024)),
                           (slice(299, 300), slice(100, 357)), (slice(5, 5), slice(0, 1024)),
                           (slice(3, 260), slice(1, 1023)), (slice(0, 300), slice(512, 512))):
         for name, part in (("matrix", (rows, columns)), ("row", (columns,))):
             expected = whole[name][part]
             found = np.full(expected.T.shape, 7, np.float32)
-            file.read(name, found.T, part)
+            file.read_tensor(name, found.T, part)
             np.testing.assert_array_equal(found.T, expected)
 
 
@@ -98,13 +98,13 @@ def test_reads_into_any_layout_and_float_dtype(tmp_path: Path) -> None:
     values = rng.standard_normal((48, 64), np.float32)
     path = write_tensors(tmp_path / "a.gguf", {"a": (gguf.quants.quantize(values, Kind.Q8_0), Kind.Q8_0)})
     expected = np.empty((48, 64), np.float32)
-    GgufFile(path).read("a", expected)
+    GgufFile(path).read_tensor("a", expected)
     turned = np.empty((64, 48), np.float32)
-    GgufFile(path).read("a", turned.T)
+    GgufFile(path).read_tensor("a", turned.T)
     np.testing.assert_array_equal(turned, expected.T)
     for dtype in (np.float16, ml_dtypes.bfloat16):
         half = np.empty((48, 64), dtype)
-        GgufFile(path).read("a", half)
+        GgufFile(path).read_tensor("a", half)
         np.testing.assert_array_equal(half, expected.astype(dtype))
 
 
@@ -131,7 +131,7 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
     assert file.tensors["t"].offset % 128 == 0
 
 
-# Damage. Files are put together by hand, so that each can lie in one place.
+# Damage. Files are put together by hand, so that each can be in one place.
 
 
 def text(value: str | bytes) -> bytes:
@@ -265,7 +265,7 @@ def test_flipped_bytes_never_do_worse_than_an_error(
     try:
         checkpoint = open_checkpoint(path)
         for name in checkpoint.names():
-            assert checkpoint.read(name).shape == checkpoint.shape(name)
+            assert checkpoint.read_tensor(name).shape == checkpoint.shape(name)
     except CheckpointError:
         pass
     _, peak = tracemalloc.get_traced_memory()
@@ -292,11 +292,11 @@ def test_a_llama_equals_transformers(kind: Kind, tied: bool, tmp_path: Path) -> 
     checkpoint = open_checkpoint(path)
     assert checkpoint.names() == set(reference) == set(weights)
     for name, tensor in reference.items():
-        found = checkpoint.read(name)
+        found = checkpoint.read_tensor(name)
         assert found.shape == checkpoint.shape(name)
         np.testing.assert_array_equal(found, tensor.numpy())
         turned = np.empty(found.shape, np.float32, order="F")
-        np.testing.assert_array_equal(checkpoint.read(name, turned), found)
+        np.testing.assert_array_equal(checkpoint.read_tensor(name, turned), found)
         if kind == Kind.F32:
             np.testing.assert_array_equal(found, weights[name])
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
@@ -307,7 +307,7 @@ def test_a_llama_equals_transformers(kind: Kind, tied: bool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_qwen_equals_transformers(architecture: str, tmp_path: Path) -> None:
-    """Biases or norms of heads, and rows that nobody has put into another order."""
+    """Biases or norms of heads, and rows in their original order."""
     torch = pytest.importorskip("torch", reason="the reference, transformers, needs torch")
     from transformers import AutoModelForCausalLM
 
@@ -329,7 +329,7 @@ def test_qwen_equals_transformers(architecture: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     assert checkpoint.names() == set(reference.state_dict()) == set(weights)
     for name, tensor in reference.state_dict().items():
-        np.testing.assert_array_equal(checkpoint.read(name), tensor.numpy())
+        np.testing.assert_array_equal(checkpoint.read_tensor(name), tensor.numpy())
     assert checkpoint.config["architectures"] == [type(reference).__name__]
     config = find_family(checkpoint.config).config_from_hf(checkpoint.config)
     spec = config.attention[0]
@@ -354,10 +354,10 @@ def test_biases_are_translated_and_put_back_in_order(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "a.gguf", CONFIG, weights | biases))
     assert checkpoint.config["attention_bias"] is True
     for name, tensor in (weights | biases).items():
-        np.testing.assert_array_equal(checkpoint.read(name), tensor)
+        np.testing.assert_array_equal(checkpoint.read_tensor(name), tensor)
         for first, last in ((0, 16), (16, 32), (3, 17), (0, 0)):  # one of the heads, or no whole number of them
             part = (slice(first, last), *(slice(0, size) for size in tensor.shape[1:]))
-            np.testing.assert_array_equal(checkpoint.read(name, part=part), tensor[part])
+            np.testing.assert_array_equal(checkpoint.read_tensor(name, part=part), tensor[part])
 
 
 @pytest.mark.parametrize(("factor", "theta", "head_dim"), [(8.0, 500000.0, 128), (32.0, 500000.0, 64)])
@@ -464,6 +464,6 @@ def test_the_real_weights_equal_transformers(smollm2_path: Path) -> None:
     reference = model.state_dict()
     assert checkpoint.names() == set(reference) - {"lm_head.weight"}
     for name in checkpoint.names():
-        np.testing.assert_array_equal(checkpoint.read(name), reference[name].numpy(), err_msg=name)
+        np.testing.assert_array_equal(checkpoint.read_tensor(name), reference[name].numpy(), err_msg=name)
 
 

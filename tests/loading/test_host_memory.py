@@ -11,7 +11,7 @@ from jaxpaged.loading.host_memory import HostArena, move_zeros_to_huge_pages, re
 @pytest.mark.parametrize("sizes", [[0], [1, 63, 64, 65], [3 * 2**20, 5, 2**21]])
 def test_arrays_of_an_arena_are_zeroed_aligned_and_apart(sizes: list[int]) -> None:
     arena = HostArena(sum(sizes), len(sizes))
-    arrays = [arena.take(size) for size in sizes]
+    arrays = [arena.allocate(size) for size in sizes]
     for number, array in enumerate(arrays):
         assert not array.size or array.ctypes.data % 64 == 0  # where nothing lies has no alignment
         assert not array.any()
@@ -22,9 +22,9 @@ def test_arrays_of_an_arena_are_zeroed_aligned_and_apart(sizes: list[int]) -> No
 
 def test_a_full_arena_gives_nothing_more() -> None:
     arena = HostArena(100, 1)
-    arena.take(100)
+    arena.allocate(100)
     with pytest.raises(AssertionError, match="full"):
-        arena.take(200)
+        arena.allocate(200)
 
 
 def test_memory_outlives_its_arena() -> None:

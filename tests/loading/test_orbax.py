@@ -135,7 +135,7 @@ print(peak() - before)
 
 
 def over(what: str, path: Path, out: Path, devices: int = 1) -> int:
-    """Most bytes that a process holds beside the parameters while it does this."""
+    """Peak bytes that a process holds beside the parameters while it does this."""
     done = subprocess.run([sys.executable, "-c", _MEASURE, what, str(path), str(out), str(devices)], cwd=ROOT,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -147,7 +147,7 @@ LARGE: dict[str, Any] = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096
                                   "head_dim": 64}
 TENSOR = 4 * 1024 * 4096
 PARAMETERS = 2 * (4 * 1024 * 1024 * 4 + 3 * TENSOR) + 257 * 1024 * 4
-# One tensor, and what the programs and the file buffers take, whatever the tensors' size.
+# One tensor, and the programs and file buffers, whatever the tensors' size.
 MOST = TENSOR + 32 * 2**20
 
 

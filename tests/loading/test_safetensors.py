@@ -30,7 +30,7 @@ def write_directory(
         save_file(weights, folder / "model.safetensors")
         return folder
     names = sorted(weights)
-    shard_of = {name: f"model-{place % shards + 1:05}-of-{shards:05}.safetensors" for place, name in enumerate(names)}
+    shard_of = {name: f"model-{index % shards + 1:05}-of-{shards:05}.safetensors" for index, name in enumerate(names)}
     for shard in set(shard_of.values()):
         save_file({name: weights[name] for name in names if shard_of[name] == shard}, folder / shard)
     write_index(folder, shard_of)
@@ -68,18 +68,18 @@ def test_what_transformers_saves(dtype: str, shard_size: str, bare: bool, tmp_pa
     assert checkpoint.names() == set(reference)
     assert checkpoint.config["hidden_size"] == CONFIG["hidden_size"]
     for name, tensor in reference.items():
-        found = checkpoint.read(name)
+        found = checkpoint.read_tensor(name)
         assert found.shape == checkpoint.shape(name) == tuple(tensor.shape)
         assert found.dtype == (ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         np.testing.assert_array_equal(found.astype(np.float32), tensor.float().numpy())
         turned = np.empty(found.shape, np.float32, order="F")
-        np.testing.assert_array_equal(checkpoint.read(name, turned), tensor.float().numpy())
+        np.testing.assert_array_equal(checkpoint.read_tensor(name, turned), tensor.float().numpy())
 
 
 def test_pieces_mixed_dtypes_and_empty_tensors(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     weights = random_weights(CONFIG) | {
-        "large": rng.standard_normal((3, 500, 1000), np.float32),  # more than one piece
+        "large": rng.standard_normal((3, 500, 1000), np.float32),  # more than one batch
         "long": rng.standard_normal(1_100_000, np.float32).astype(np.float16),
         "half": rng.standard_normal((7, 3), np.float32).astype(ml_dtypes.bfloat16),
         "none": np.zeros((0, 5), np.float32),
@@ -87,14 +87,14 @@ def test_pieces_mixed_dtypes_and_empty_tensors(tmp_path: Path) -> None:
     }
     checkpoint = open_checkpoint(write_directory(tmp_path, weights, shards=3))
     for name, tensor in weights.items():
-        np.testing.assert_array_equal(checkpoint.read(name), tensor)
-        np.testing.assert_array_equal(checkpoint.read(name, np.empty(tensor.shape, np.float32)), tensor)
+        np.testing.assert_array_equal(checkpoint.read_tensor(name), tensor)
+        np.testing.assert_array_equal(checkpoint.read_tensor(name, np.empty(tensor.shape, np.float32)), tensor)
     with pytest.raises(CheckpointError, match="neither a directory nor"):
         open_checkpoint(tmp_path / "config.json")
 
 
 def test_parts_of_tensors(tmp_path: Path) -> None:
-    """Rows, columns and both, of matrices that are read in several pieces."""
+    """Rows, columns and both, of matrices that are read in several batches."""
     rng = np.random.default_rng(1)
     weights = {"matrix": rng.standard_normal((700, 3001), np.float32),
                "half": rng.standard_normal((1500, 1001), np.float32).astype(ml_dtypes.bfloat16),
@@ -108,9 +108,9 @@ def test_parts_of_tensors(tmp_path: Path) -> None:
         part = tuple(slice(*sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
                      for size in weights[name].shape)
         expected = weights[name][part]
-        np.testing.assert_array_equal(checkpoint.read(name, part=part), expected)
+        np.testing.assert_array_equal(checkpoint.read_tensor(name, part=part), expected)
         turned = np.zeros(expected.T.shape, np.float32)
-        checkpoint.read(name, turned.T, part)
+        checkpoint.read_tensor(name, turned.T, part)
         np.testing.assert_array_equal(turned.T, expected.astype(np.float32))
 
     check()
@@ -124,7 +124,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     size = checkpoint.shape(name)
     for part in (None, (slice(0, size[0]), *(slice(0, count // 2) for count in size[1:]))):
         with pytest.raises(CheckpointError, match="truncated while it was read"):
-            checkpoint.read(name, part=part)
+            checkpoint.read_tensor(name, part=part)
 
 
 def test_reading_holds_a_piece_not_a_tensor(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_reading_holds_a_piece_not_a_tensor(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_directory(tmp_path, weights))
     out = np.empty((4096, 4096), np.float32)
     tracemalloc.start()
-    checkpoint.read("large", out.T)
+    checkpoint.read_tensor("large", out.T)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 12 << 20 < out.nbytes
@@ -186,7 +186,7 @@ def test_a_tied_head_is_settled_as_transformers_does(
     assert tied == torch.equal(reference[HEAD], reference[EMBEDDING])
     assert (HEAD in checkpoint.names()) != tied
     for name in checkpoint.names():
-        np.testing.assert_array_equal(checkpoint.read(name), reference[name].numpy())
+        np.testing.assert_array_equal(checkpoint.read_tensor(name), reference[name].numpy())
     assert ("different head" in caplog.text) == (not tied)
 
 
@@ -271,7 +271,7 @@ def test_a_tensor_in_two_shards_comes_from_the_one_the_index_says(tmp_path: Path
         save_file(weights | {"twice": np.full(3, number, np.float32)}, file)
     for number in (1, 2):
         write_index(tmp_path, shard_of | {"twice": f"model-{number:05}-of-00002.safetensors"})
-        np.testing.assert_array_equal(open_checkpoint(tmp_path).read("twice"), np.full(3, number))
+        np.testing.assert_array_equal(open_checkpoint(tmp_path).read_tensor("twice"), np.full(3, number))
 
 
 @pytest.mark.parametrize("content", [
@@ -316,6 +316,6 @@ def test_flipped_bytes_never_do_worse_than_an_error(data: st.DataObject, tmp_pat
     try:
         checkpoint = open_checkpoint(folder)
         for name in checkpoint.names():
-            assert checkpoint.read(name).shape == checkpoint.shape(name)
+            assert checkpoint.read_tensor(name).shape == checkpoint.shape(name)
     except CheckpointError:
         pass

@@ -43,7 +43,7 @@ class InMemory:
             raise CheckpointError(f"{name} is stored as I8")
         return self.tensors[name].shape
 
-    def read(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
+    def read_tensor(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
         self.reads.append((name, part))
         index: tuple[Any, ...] = (*(part or ()), ...)
         found = self.tensors[name][index]
@@ -100,7 +100,7 @@ def plus_one(tensor: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_any_transform_gives_arrays_that_stay_in_place(dtype: Any) -> None:
-    """Contiguous and aligned, so that the CPU backend takes them as they are, one behind the other."""
+    """Contiguous and aligned, so that the CPU backend uses them without a copy, one after the other."""
     rng = np.random.default_rng(0)
     tensors = {name: rng.standard_normal(dims, np.float32) for name, dims in {
         "as_is": (5, 7), "transposed": (6, 11), "heads": (8, 5), "plus": (13,), "scalar": (), "cube": (3, 4, 5),
@@ -186,7 +186,7 @@ def test_biases_that_the_config_does_not_mention_are_an_error(tmp_path: Path) ->
 
 def test_an_error_while_reading_comes_through() -> None:
     class Truncated(InMemory):
-        def read(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
+        def read_tensor(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
             raise CheckpointError("was truncated while it was read")
 
     tensors = {f"w{number}": np.zeros((4, 4), np.float32) for number in range(50)}
@@ -235,31 +235,31 @@ _SHARED = """
 
 
 def test_each_device_reads_its_piece_alone() -> None:
-    """Rows, columns, padding, and pieces that two devices hold; every number is read once, whatever is cut."""
+    """Rows, columns, padding, and shards that two devices hold; every number is read once, however it is sharded."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(_SHARED)], capture_output=True, text=True,
                           cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_budget_of_bytes_is_never_exceeded() -> None:
-    budget, held, most, lock = ByteBudget(100), 0, 0, threading.Lock()
+    budget, used, peak, lock = ByteBudget(100), 0, 0, threading.Lock()
 
     def work(size: int) -> None:
-        nonlocal held, most
-        with budget.hold(size):
+        nonlocal used, peak
+        with budget.reserve(size):
             with lock:
-                held += size
-                most = max(most, held)
+                used += size
+                peak = max(peak, used)
             time.sleep(0.002)
             with lock:
-                held -= size
+                used -= size
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, [100, 60, 40, 30, 30, 30, 100, 1, 99, 50, 51, 10] * 3))
-    assert most == 100 and held == 0
-    with pytest.raises(KeyError), budget.hold(100):
+    assert peak == 100 and used == 0
+    with pytest.raises(KeyError), budget.reserve(100):
         raise KeyError
-    with budget.hold(100):
+    with budget.reserve(100):
         pass
 
 

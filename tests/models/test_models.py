@@ -49,7 +49,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_parameters": YARN},
     "yarn in full": {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 1.0, "truncate": False,
                                                 "mscale_all_dim": 0.5}},
-    "yarn as told": {"rope_parameters": YARN | {"attention_factor": 1.5}},
+    "yarn with a given factor": {"rope_parameters": YARN | {"attention_factor": 1.5}},
     "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen2 windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_parameters": YARN},
@@ -116,7 +116,7 @@ def test_logits(checkpoints: Path, name: str) -> None:
     model = ReferenceModel(checkpoints / name).model
     with torch.inference_mode():
         wanted = model(torch.tensor([tokens])).logits[0].numpy()
-    assert wanted.std() > 0.5, "logits that differ too little to tell anything"
+    assert wanted.std() > 0.5, "logits that differ too little to mean anything"
     np.testing.assert_allclose(prefill_logits(checkpoints / name, tokens), wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
 
 
@@ -126,7 +126,7 @@ def test_logits(checkpoints: Path, name: str) -> None:
     ("qwen2 windows", {"cpu_attention": "xla"}),
     ("qwen3", {"max_num_batched_tokens": 7})])
 def test_greedy_ids(checkpoints: Path, name: str, engine_args: dict[str, Any]) -> None:
-    """Through the whole engine: prompts in pieces, several at once, mixed with decoding."""
+    """Through the whole engine: prompts in chunks, several at once, mixed with decoding."""
     from tests.support.reference_model import ReferenceModel
 
     model = ReferenceModel(checkpoints / name)
@@ -141,7 +141,7 @@ def test_greedy_ids(checkpoints: Path, name: str, engine_args: dict[str, Any]) -
         reference = model.check(prompt, ids)
         assert compare_ids(ids, reference.ids, reference.gaps) is None
         decided += num_decided(reference.gaps)
-    assert decided > 100, "too many near-ties to tell anything"
+    assert decided > 100, "too many near-ties to mean anything"
 
 
 def test_numpy_reference(tmp_path: Path) -> None:

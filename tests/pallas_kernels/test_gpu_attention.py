@@ -30,7 +30,7 @@ from tests.pallas_kernels import test_paged_attention as paged
 from tests.pallas_kernels.test_paged_attention import (
     VARIANTS,
     Batch,
-    Piece,
+    Chunk,
     Shape,
     expected,
     hide_what_is_out_of_sight,
@@ -93,18 +93,18 @@ def stored(batch: Batch, variant: Variant) -> KVPages:
     return KVPages(*pools, *scales)
 
 
-def check(shape: Shape, pieces: Sequence[Piece], seed: int = 0, variant: Variant = PLAIN, *, tolerance: float = 2e-6,
+def check(shape: Shape, chunks: Sequence[Chunk], seed: int = 0, variant: Variant = PLAIN, *, tolerance: float = 2e-6,
           **how: Any) -> Any:
     """Compare the kernel with float64; returns the work list."""
-    assert sum(piece.new for piece in pieces) <= shape.tokens and len(pieces) <= shape.slots
-    batch = make_batch(shape, pieces, np.random.default_rng(seed), **how)
+    assert sum(chunk.new for chunk in chunks) <= shape.tokens and len(chunks) <= shape.slots
+    batch = make_batch(shape, chunks, np.random.default_rng(seed), **how)
     if variant.window is not None:
-        hide_what_is_out_of_sight(batch, pieces, variant.window)
+        hide_what_is_out_of_sight(batch, chunks, variant.window)
     batch.q = np.asarray(jnp.asarray(batch.q, variant.dtype))
     pages = stored(batch, variant)
     found, work = compiled(shape, variant)(batch.q, pages, batch.block_table, batch.slot, batch.position)
-    wanted = variant.expected(batch, pieces, SCALE)
-    rows = sum(piece.new for piece in pieces)
+    wanted = variant.expected(batch, chunks, SCALE)
+    rows = sum(chunk.new for chunk in chunks)
     found = np.asarray(found, np.float64)
     np.testing.assert_allclose(found[:rows], wanted[:rows], rtol=1e-5, atol=tolerance)
     assert np.isfinite(found).all(), "rows of padding must be finite"
@@ -123,29 +123,29 @@ def slow(*values: Any) -> list[Any]:
 
 @settings(max_examples=25)
 @given(mixed(SMALL), st.integers(0, 2**31), st.booleans())
-def test_mixed_batches(pieces: list[Piece], seed: int, share: bool) -> None:
-    check(SMALL, pieces, seed, share=share)
+def test_mixed_batches(chunks: list[Chunk], seed: int, share: bool) -> None:
+    check(SMALL, chunks, seed, share=share)
 
 
 @settings(max_examples=15)
 @given(st.lists(lengths, max_size=8), st.integers(0, 2**31))
 def test_decode_batches(contexts: list[int], seed: int) -> None:
     """Empty rows included: what the step has no sequence for is padding."""
-    check(DECODE, [Piece(context) for context in contexts], seed)
+    check(DECODE, [Chunk(context) for context in contexts], seed)
 
 
 @pytest.mark.parametrize("border", [16, 32, 64, 96])
 def test_contexts_around_page_and_chunk_borders(border: int) -> None:
     around = [context for context in (border - 1, border, border + 1) if context <= SMALL.width * SMALL.block_size]
-    check(SMALL, [Piece(context) for context in around])
-    check(SMALL, [Piece(context, 15) for context in around])
-    check(DECODE, [Piece(1), *(Piece(context) for context in around)])
+    check(SMALL, [Chunk(context) for context in around])
+    check(SMALL, [Chunk(context, 15) for context in around])
+    check(DECODE, [Chunk(1), *(Chunk(context) for context in around)])
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 8, 13, 15, 16, *slow(2, 3, 4, 6, 7, 9, 10, 11, 12, 14)])
 def test_a_prompt_cut_at_every_alignment(start: int) -> None:
     for new in (2, 5, 16, 17, 31, 33, 48):
-        check(SMALL, [Piece(start + new, new)], seed=start)
+        check(SMALL, [Chunk(start + new, new)], seed=start)
 
 
 def test_a_step_of_padding_alone() -> None:
@@ -156,14 +156,14 @@ def test_a_step_of_padding_alone() -> None:
 @pytest.mark.parametrize("group", [7, 16, *slow(*range(1, 7), *range(8, 16), 17)])
 def test_group_sizes(group: int) -> None:
     """Also of more rows than the small tile has."""
-    check(Shape(tokens=40, kv_heads=1, group=group), [Piece(40), Piece(30, 20), Piece(7, 7)])
-    check(Shape(tokens=3, kv_heads=2, group=group), [Piece(40), Piece(30, 2)])
+    check(Shape(tokens=40, kv_heads=1, group=group), [Chunk(40), Chunk(30, 20), Chunk(7, 7)])
+    check(Shape(tokens=3, kv_heads=2, group=group), [Chunk(40), Chunk(30, 2)])
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), [(80, 32), (128, 128), *slow((64, 16), (96, 64), (256, 16))])
 def test_head_and_page_sizes(head_dim: int, block_size: int) -> None:
     shape = Shape(tokens=40, head_dim=head_dim, block_size=block_size, num_pages=24)
-    check(shape, [Piece(block_size - 1), Piece(block_size, 9), Piece(block_size + 1), Piece(2 * block_size + 3, 20)])
+    check(shape, [Chunk(block_size - 1), Chunk(block_size, 9), Chunk(block_size + 1), Chunk(2 * block_size + 3, 20)])
 
 
 # What rounding queries and weights to a dtype costs; results are of the size of 1.
@@ -182,18 +182,18 @@ def test_any_shape(data: st.DataObject) -> None:
         Variant, window=st.none() | st.integers(1, 90), softcap=st.sampled_from([None, 3.0]), alibi=st.booleans(),
         sinks=st.booleans(), dtype=st.sampled_from(sorted(TOLERANCES, key=str)),
         page_dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn])))
-    pieces = data.draw(mixed(shape))
-    check(shape, pieces, data.draw(st.integers(0, 2**31)), variant, tolerance=TOLERANCES[variant.dtype],
+    chunks = data.draw(mixed(shape))
+    check(shape, chunks, data.draw(st.integers(0, 2**31)), variant, tolerance=TOLERANCES[variant.dtype],
           share=variant.window is None and data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize("name", ["window", "all", *slow(*sorted(set(VARIANTS) - {"window", "all"}))])
 def test_variants(name: str) -> None:
     for shape in (Shape(tokens=48, group=3), Shape(tokens=8, slots=8, group=3)):
-        pieces = [Piece(70, min(20, shape.tokens - 4)), Piece(1), Piece(64), Piece(17, 2)] if shape.tokens > 8 else \
-            [Piece(1), Piece(70), Piece(96), Piece(40, 3)]
+        chunks = [Chunk(70, min(20, shape.tokens - 4)), Chunk(1), Chunk(64), Chunk(17, 2)] if shape.tokens > 8 else \
+            [Chunk(1), Chunk(70), Chunk(96), Chunk(40, 3)]
         for seed in range(2):
-            check(shape, pieces, seed, Variant(**vars(VARIANTS[name])), tolerance=4e-6)
+            check(shape, chunks, seed, Variant(**vars(VARIANTS[name])), tolerance=4e-6)
 
 
 @pytest.mark.parametrize(("dtype", "page_dtype", "tolerance"), [
@@ -204,22 +204,22 @@ def test_variants(name: str) -> None:
 def test_dtypes(dtype: Any, page_dtype: Any, tolerance: float) -> None:
     variant = Variant(dtype=dtype, page_dtype=page_dtype)
     for shape in (SMALL, DECODE):
-        check(shape, [Piece(33, 3), Piece(5), Piece(80), Piece(16, 2)], 3, variant, tolerance=tolerance)
+        check(shape, [Chunk(33, 3), Chunk(5), Chunk(80), Chunk(16, 2)], 3, variant, tolerance=tolerance)
     if is_scaled(page_dtype):
-        check(SMALL, [Piece(70, 30), Piece(50)], 4, replace(variant, window=21, softcap=4.0), tolerance=tolerance)
+        check(SMALL, [Chunk(70, 30), Chunk(50)], 4, replace(variant, window=21, softcap=4.0), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("page_dtype", [jnp.int8, *slow(jnp.float8_e4m3fn)])
 def test_small_values_in_8_bits_are_not_lost_in_float16(page_dtype: Any) -> None:
     """Weights times the scales of such values are near the smallest float16, on XLA's path too."""
-    pieces, size, variant = [Piece(96, 3), Piece(70)], 1e-5, Variant(dtype=jnp.float16, page_dtype=page_dtype)
-    batch = make_batch(SMALL, pieces, np.random.default_rng(6))
+    chunks, size, variant = [Chunk(96, 3), Chunk(70)], 1e-5, Variant(dtype=jnp.float16, page_dtype=page_dtype)
+    batch = make_batch(SMALL, chunks, np.random.default_rng(6))
     batch.q = np.asarray(0.1 * batch.q, np.float16)
     batch.v_pool *= size
     batch.values = [size * values for values in batch.values]
     pages = stored(batch, variant)
     arguments = batch.q, pages, batch.block_table, batch.slot, batch.position
-    wanted = expected(batch, pieces, SCALE)[:4]
+    wanted = expected(batch, chunks, SCALE)[:4]
     for results in (compiled(SMALL, variant)(*arguments)[0], by_xla(*arguments)):
         np.testing.assert_allclose(np.asarray(results, np.float64)[:4] / size, wanted / size, atol=2e-2)
 
@@ -232,39 +232,39 @@ def by_xla(q: Any, pages: Any, table: Any, slot: Any, position: Any) -> jax.Arra
 
 
 def test_large_scores_do_not_overflow() -> None:
-    check(SMALL, [Piece(96, 20), Piece(70), Piece(33, 3)], scale=12.0, tolerance=1e-3)
+    check(SMALL, [Chunk(96, 20), Chunk(70), Chunk(33, 3)], scale=12.0, tolerance=1e-3)
 
 
 def test_a_row_that_is_not_a_number_spoils_no_other_sequence() -> None:
     for shape in (SMALL, DECODE):
-        pieces = [Piece(20), Piece(33, 2), Piece(7), Piece(18)]
-        batch = make_batch(shape, pieces, np.random.default_rng(3))
+        chunks = [Chunk(20), Chunk(33, 2), Chunk(7), Chunk(18)]
+        batch = make_batch(shape, chunks, np.random.default_rng(3))
         batch.q[1:3] = np.nan
         batch.k_pool[batch.block_table[batch.slot[1], 0]] = np.nan
         pages = KVPages(jnp.asarray(batch.k_pool), jnp.asarray(batch.v_pool))
         found, _ = compiled(shape, PLAIN)(batch.q, pages, batch.block_table, batch.slot, batch.position)
         rows = [0, 3, 4]
-        np.testing.assert_allclose(np.asarray(found)[rows], expected(batch, pieces, SCALE)[rows], rtol=1e-5, atol=2e-6)
+        np.testing.assert_allclose(np.asarray(found)[rows], expected(batch, chunks, SCALE)[rows], rtol=1e-5, atol=2e-6)
 
 
 def test_a_token_that_is_not_a_number_spoils_no_earlier_one() -> None:
     """Keys and values go through the kernel that writes them; queries of one tile see it, or do not."""
-    pieces, bad = [Piece(20, 20), Piece(33, 13)], 7
-    batch = make_batch(SMALL, pieces, np.random.default_rng(5))
+    chunks, bad = [Chunk(20, 20), Chunk(33, 13)], 7
+    batch = make_batch(SMALL, chunks, np.random.default_rng(5))
     real = np.arange(33)
     slot, position = batch.slot[:33], batch.position[:33]
-    page, place = np.full(SMALL.tokens, -1, np.int32), np.zeros(SMALL.tokens, np.int32)
-    page[:33], place[:33] = batch.block_table[slot, position // SMALL.block_size], position % SMALL.block_size
+    page, offset = np.full(SMALL.tokens, -1, np.int32), np.zeros(SMALL.tokens, np.int32)
+    page[:33], offset[:33] = batch.block_table[slot, position // SMALL.block_size], position % SMALL.block_size
     keys, values = np.zeros((2, SMALL.tokens, SMALL.kv_heads, SMALL.head_dim), np.float32)
     for pool, rows in ((batch.k_pool, keys), (batch.v_pool, values)):
-        rows[real] = pool[page[:33], place[:33]]
-        pool[page[:33], place[:33]] = 0
-    wanted = expected(batch, pieces, SCALE)[:33]
+        rows[real] = pool[page[:33], offset[:33]]
+        pool[page[:33], offset[:33]] = 0
+    wanted = expected(batch, chunks, SCALE)[:33]
     keys[bad] = values[bad] = np.nan
     ones = np.ones((SMALL.tokens, SMALL.head_dim // 2), np.float32)
     pages = KVPages(jnp.asarray(batch.k_pool), jnp.asarray(batch.v_pool))
     q, pages = jax.jit(partial(rotary_kv_write, target=TARGET))(
-        batch.q, keys, values, ones, 0 * ones, page, place, pages)
+        batch.q, keys, values, ones, 0 * ones, page, offset, pages)
     found, _ = compiled(SMALL, PLAIN)(q, pages, batch.block_table, batch.slot, batch.position)
     found = np.asarray(found)[:33]
     sees_it = (slot == slot[bad]) & (position >= position[bad])
@@ -272,41 +272,41 @@ def test_a_token_that_is_not_a_number_spoils_no_earlier_one() -> None:
     assert np.isnan(found[sees_it]).all() and 0 < sees_it.sum() < 20
 
 
-# Tokens of a tile, items to split with, window: the least and the most of each, some between; one compilation for each.
+# Tokens of a tile, items to split with, window: minimum and maximum of each, some between; each is compiled once.
 CUTS = [(1, 1, None), (4, 7, None), (3, 13, 40), (16, 40, 40), (20, 2, 1), (7, 40, 1)]
 quick_work_list = jax.jit(make_work_list, static_argnums=(2, 3, 4), compiler_options=QUICKLY_COMPILED)
 
 
 @settings(max_examples=60)
 @given(mixed(replace(SMALL, slots=40)), st.sampled_from(CUTS))
-def test_the_work_list_covers_every_context_once(pieces: list[Piece], cut: tuple[int, int, int | None]) -> None:
+def test_the_work_list_covers_every_context_once(chunks: list[Chunk], cut: tuple[int, int, int | None]) -> None:
     """And fits the grid, whatever the lengths."""
     (tile_tokens, num_extra, window), tokens, slots = cut, SMALL.tokens, 40
     slot, position = np.full(tokens, slots, np.int32), np.zeros(tokens, np.int32)
     row = 0
-    for index, piece in enumerate(pieces):
-        slot[row : row + piece.new] = index
-        position[row : row + piece.new] = np.arange(piece.context - piece.new, piece.context)
-        row += piece.new
+    for index, chunk in enumerate(chunks):
+        slot[row : row + chunk.new] = index
+        position[row : row + chunk.new] = np.arange(chunk.context - chunk.new, chunk.context)
+        row += chunk.new
     sizes = WorkSizes(tile_tokens, max_tiles(tokens, slots, tile_tokens), num_extra, MIN_CHUNK)
     work = jax.tree.map(np.asarray, quick_work_list(jnp.asarray(slot), jnp.asarray(position), slots, sizes, window))
     wanted, found = set(), []
     for index in range(row):
         first = 0 if window is None else max(0, position[index] - window + 1)
-        wanted |= {(index, place) for place in range(first, position[index] + 1)}
+        wanted |= {(index, key) for key in range(first, position[index] + 1)}
     parts: dict[int, list[int]] = {}
     for first_row, count, of_slot, first_position, start, end, part, _ in work.items:
         assert count <= tile_tokens
         for index in range(first_row, first_row + count):
             assert slot[index] == of_slot and position[index] == first_position + index - first_row
             first = 0 if window is None else max(0, position[index] - window + 1)
-            found += [(index, place) for place in range(max(start, first), min(end, position[index] + 1))]
+            found += [(index, key) for key in range(max(start, first), min(end, position[index] + 1))]
         if count and part >= 0:
             parts.setdefault(first_row, []).append(part)
     assert len(found) == len(set(found)) and set(found) == wanted
     merged = {row: list(range(first, first + count)) for row, tokens, first, count in work.splits if tokens}
-    assert merged == {row: sorted(places) for row, places in parts.items()}
-    assert all(place < sizes.num_partials for places in parts.values() for place in places)
+    assert merged == {row: sorted(indices) for row, indices in parts.items()}
+    assert all(index < sizes.num_partials for indices in parts.values() for index in indices)
 
 
 def test_the_work_list_of_a_prompt_of_a_million_tokens() -> None:
@@ -363,7 +363,7 @@ def model_logits(config: ModelConfig, page_dtype: Any = jnp.float32, **path: Any
           (CONFIG, jnp.float8_e4m3fn)),
 ])
 def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_dtype: Any) -> None:
-    """XLA's path, and the kernel in the place that it has on a GPU."""
+    """XLA's path, and the kernel called as on a GPU."""
     by_xla, by_kernel = (model_logits(config, page_dtype, target=target) for target in (None, TARGET))
     np.testing.assert_allclose(by_kernel, by_xla, atol=2e-4 if page_dtype == jnp.float32 else 2e-2)
     assert np.std(by_xla) > 0.1
@@ -372,11 +372,11 @@ def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_
 def test_reference_follows_the_rule() -> None:
     """The plain specification, with everything at once, against float64."""
     variant = Variant(window=40, softcap=3.0, alibi=True, sinks=True, page_dtype=jnp.int8)
-    pieces = [Piece(70, 20), Piece(1), Piece(64), Piece(17, 2)]
-    batch = make_batch(SMALL, pieces, np.random.default_rng(0))
+    chunks = [Chunk(70, 20), Chunk(1), Chunk(64), Chunk(17, 2)]
+    batch = make_batch(SMALL, chunks, np.random.default_rng(0))
     pages = stored(batch, variant)
     found = reference.paged_attention(jnp.asarray(batch.q), pages, jnp.asarray(batch.block_table),
                                       jnp.asarray(batch.slot), jnp.asarray(batch.position),
                                       variant.rule(SCALE), variant.bias(4))
-    wanted = variant.expected(batch, pieces, SCALE)
+    wanted = variant.expected(batch, chunks, SCALE)
     np.testing.assert_allclose(np.asarray(found)[:24], wanted[:24], rtol=1e-5, atol=4e-6)

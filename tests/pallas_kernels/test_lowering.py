@@ -126,14 +126,14 @@ def frozen(lowered: jax.stages.Lowered) -> dict[str, Any]:
     """What Pallas tells XLA of a program's one kernel: name, grid, warps, stages, and its Triton IR as text."""
     module: Any = lowered.compiler_ir()
     [call] = [found for found in operations(module.operation) if found.name == "stablehlo.custom_call"]
-    told = {item.name: item.attr for item in call.attributes["mhlo.backend_config"]}
+    given = {item.name: item.attr for item in call.attributes["mhlo.backend_config"]}
     context = mlir.make_ir_context()
     with context:
         dialect.register_dialect(context)
-        text = str(ir.Module.parse(told["ir"].value_bytes))
+        text = str(ir.Module.parse(given["ir"].value_bytes))
     numbers = ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z")
-    return {"name": told["name"].value, "ir": text, "debug": False} | {
-        name: np.int32(told[name].value) for name in numbers}
+    return {"name": given["name"].value, "ir": text, "debug": False} | {
+        name: np.int32(given[name].value) for name in numbers}
 
 
 @pytest.mark.parametrize("name", GPU_PARAMS)
@@ -146,8 +146,8 @@ def test_a_frozen_kernel_compiles_to_the_same(name: str, tmp_path: Path) -> None
     shapes = [jax.ShapeDtypeStruct(size, dtype, sharding=sharding) for size, dtype in sizes]
     in_place = {0: 0, 7: 1, 8: 2}
 
-    def by_pallas(q: Any, k: Any, v: Any, cos: Any, sin: Any, page: Any, place: Any, *pools: Any) -> Any:
-        return rotary_kv_write(q, k, v, cos, sin, page, place, KVPages(*pools), target=GpuTarget.of(device))
+    def by_pallas(q: Any, k: Any, v: Any, cos: Any, sin: Any, page: Any, offset: Any, *pools: Any) -> Any:
+        return rotary_kv_write(q, k, v, cos, sin, page, offset, KVPages(*pools), target=GpuTarget.of(device))
 
     def by_ir(*args: Any) -> Any:
         results = [jax.ShapeDtypeStruct(args[index].shape, args[index].dtype) for index in in_place]

@@ -25,7 +25,7 @@ from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.tiles import MOSAIC
 from jaxpaged.pallas_kernels.work_list import make_work_list
-from tests.pallas_kernels.test_paged_attention import Batch, Piece, Shape, expected, make_batch
+from tests.pallas_kernels.test_paged_attention import Batch, Chunk, Shape, expected, make_batch
 
 # Small enough that the interpreter's grid is; contexts are split into several chunks all the same.
 TARGET = GpuTarget((9, 0), 1, interpret=True, mosaic=True)
@@ -53,25 +53,25 @@ def rounded(array: np.ndarray, dtype: Any) -> np.ndarray:
 DECODE = Shape(tokens=6, slots=6, kv_heads=2, group=4, head_dim=64)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "pieces", "window", "softcap"), [
-    (DECODE, jnp.bfloat16, [Piece(90), Piece(1), Piece(33, 2), Piece(16)], None, None),
+@pytest.mark.parametrize(("shape", "dtype", "chunks", "window", "softcap"), [
+    (DECODE, jnp.bfloat16, [Chunk(90), Chunk(1), Chunk(33, 2), Chunk(16)], None, None),
     (replace(DECODE, group=7, head_dim=128, block_size=128, width=2, num_pages=8), jnp.float16,
-     [Piece(200, 3), Piece(129)], 100, 3.0),
+     [Chunk(200, 3), Chunk(129)], 100, 3.0),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (replace(DECODE, kv_heads=1, group=3, block_size=32), jnp.bfloat16, [Piece(64), Piece(65), Piece(31, 3)], None,
+        (replace(DECODE, kv_heads=1, group=3, block_size=32), jnp.bfloat16, [Chunk(64), Chunk(65), Chunk(31, 3)], None,
          2.0),
-        (replace(DECODE, tokens=24, kv_heads=1, group=16), jnp.float16, [Piece(96, 3), Piece(17, 12)], None, None),
-        (replace(DECODE, kv_heads=3, group=1), jnp.bfloat16, [Piece(80), Piece(15), Piece(3, 3)], 1, None),
+        (replace(DECODE, tokens=24, kv_heads=1, group=16), jnp.float16, [Chunk(96, 3), Chunk(17, 12)], None, None),
+        (replace(DECODE, kv_heads=3, group=1), jnp.bfloat16, [Chunk(80), Chunk(15), Chunk(3, 3)], 1, None),
         (DECODE, jnp.bfloat16, [], None, None),
     )),
 ])
 def test_against_float64_without_races(
-    shape: Shape, dtype: Any, pieces: list[Piece], window: int | None, softcap: float | None
+    shape: Shape, dtype: Any, chunks: list[Chunk], window: int | None, softcap: float | None
 ) -> None:
     """What must not be seen holds NaN in keys, and in values of pages of others; whole pages are read."""
-    batch = make_batch(shape, pieces, np.random.default_rng(0))
-    used = {int(page) for row, piece in zip(dict.fromkeys(batch.slot[batch.slot < shape.slots]), pieces, strict=True)
-            for page in batch.block_table[row, : -(-piece.context // shape.block_size)]}
+    batch = make_batch(shape, chunks, np.random.default_rng(0))
+    used = {int(page) for row, chunk in zip(dict.fromkeys(batch.slot[batch.slot < shape.slots]), chunks, strict=True)
+            for page in batch.block_table[row, : -(-chunk.context // shape.block_size)]}
     for page in used:  # values are finite in all pages that the engine writes
         batch.v_pool[page] = np.nan_to_num(batch.v_pool[page], nan=77.0)
     batch.q = rounded(batch.q, dtype)
@@ -79,11 +79,11 @@ def test_against_float64_without_races(
         contexts[:] = [rounded(context, dtype) for context in contexts]
     found, work = run(shape, batch, dtype, window, softcap)
     assert not mosaic.found_races()
-    wanted = expected(batch, pieces, SCALE, window=window, softcap=softcap)
-    rows = sum(piece.new for piece in pieces)
+    wanted = expected(batch, chunks, SCALE, window=window, softcap=softcap)
+    rows = sum(chunk.new for chunk in chunks)
     np.testing.assert_allclose(found[:rows], wanted[:rows], atol=3e-2 if dtype == jnp.bfloat16 else 4e-3)
     assert np.isfinite(found).all(), "rows of padding must be finite"
-    lengths = [min(piece.context, (window or piece.context) + piece.new - 1) for piece in pieces]
+    lengths = [min(chunk.context, (window or chunk.context) + chunk.new - 1) for chunk in chunks]
     assert (max(lengths, default=0) > MIN_CHUNK) == bool(np.asarray(work.splits)[:, 1].any())
 
 
@@ -111,7 +111,7 @@ def test_a_read_before_the_barrier_is_found() -> None:
 
 
 def compiled(variant: tuple[Any, ...], folder: Path) -> gpu_code.ProgramCode:
-    """In a process of its own, which JAX is told by the environment to leave Mosaic's PTX in."""
+    """In a process of its own, whose environment makes JAX dump Mosaic's PTX."""
     head_dim, dtype, page_size, group, window, softcap = variant
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(folder)}
     [device] = aot.compile_only_devices(find_gpu("h200"))
@@ -147,9 +147,9 @@ def test_compiled_for_hopper(variant: tuple[Any, ...], tmp_path: Path) -> None:
     """TMA and wgmma, nothing spilled, in one CUDA graph."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
         facts = child.submit(compiled, variant, tmp_path).result()
-    [ptx], [said] = ([file.read_text() for file in tmp_path.glob(pattern)] for pattern in ("*.ptx", "*.ptxas"))
-    assert "'sm_90a'" in said and " 0 bytes spill stores, 0 bytes spill loads" in said
-    assert int(re.findall(r"Used (\d+) registers", said)[0]) <= 232
+    [ptx], [log] = ([file.read_text() for file in tmp_path.glob(pattern)] for pattern in ("*.ptx", "*.ptxas"))
+    assert "'sm_90a'" in log and " 0 bytes spill stores, 0 bytes spill loads" in log
+    assert int(re.findall(r"Used (\d+) registers", log)[0]) <= 232
     head_dim, _, page_size, _, _, _ = variant
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == (head_dim + MOSAIC.block) // 16
     boxes = max(MOSAIC.block // page_size, 1)

@@ -26,7 +26,7 @@ from tests.pallas_kernels.test_paged_attention import (
     PLAIN,
     VARIANTS,
     Batch,
-    Piece,
+    Chunk,
     Shape,
     Variant,
     hide_what_is_out_of_sight,
@@ -60,82 +60,82 @@ def run(batch: Batch, scale: float, variant: Variant = PLAIN) -> np.ndarray:
                                                batch.position))
 
 
-def check(shape: Shape, pieces: Sequence[Piece], seed: int = 0, *, variant: Variant = PLAIN, tolerance: float = 2e-6,
+def check(shape: Shape, chunks: Sequence[Chunk], seed: int = 0, *, variant: Variant = PLAIN, tolerance: float = 2e-6,
           **how: Any) -> None:
-    """Compare with float64; every place that must not be read holds NaN, unless `how` says otherwise."""
-    assert sum(piece.new for piece in pieces) <= shape.tokens and len(pieces) <= shape.slots
-    batch = make_batch(shape, pieces, np.random.default_rng(seed), **how)
+    """Compare with float64; every position that must not be read holds NaN, unless `how` says otherwise."""
+    assert sum(chunk.new for chunk in chunks) <= shape.tokens and len(chunks) <= shape.slots
+    batch = make_batch(shape, chunks, np.random.default_rng(seed), **how)
     if variant.window is not None:
-        hide_what_is_out_of_sight(batch, pieces, variant.window)
-        forget_pages_out_of_sight(batch, pieces, variant.window)
+        hide_what_is_out_of_sight(batch, chunks, variant.window)
+        forget_pages_out_of_sight(batch, chunks, variant.window)
     scale = shape.head_dim**-0.5
-    found, wanted = run(batch, scale, variant), variant.expected(batch, pieces, scale)
+    found, wanted = run(batch, scale, variant), variant.expected(batch, chunks, scale)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=tolerance)
 
 
-def forget_pages_out_of_sight(batch: Batch, pieces: Sequence[Piece], window: int) -> None:
+def forget_pages_out_of_sight(batch: Batch, chunks: Sequence[Chunk], window: int) -> None:
     """Table entries far out of the pool for blocks that lie wholly before the windows: to read one would crash."""
     row = 0
-    for piece in pieces:
-        first = max(0, piece.context - piece.new - window + 1)
+    for chunk in chunks:
+        first = max(0, chunk.context - chunk.new - window + 1)
         batch.block_table[batch.slot[row], : first // batch.k_pool.shape[1]] = 2**31 - 1
-        row += piece.new
+        row += chunk.new
 
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 63, 64, 65, 96])
 def test_one_row_at_every_border(context: int) -> None:
-    check(Shape(tokens=1), [Piece(context)])
+    check(Shape(tokens=1), [Chunk(context)])
 
 
 @pytest.mark.parametrize("new", [2, 3, 15, 16, 17, 31, 33, 48])
 @pytest.mark.parametrize("before", [0, 1, 15, 16, 17, 31, 32, 40])
 def test_prefill_pieces_of_every_alignment(before: int, new: int) -> None:
-    check(Shape(), [Piece(before + new, new)])
+    check(Shape(), [Chunk(before + new, new)])
 
 
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_group_sizes(group: int, kv_heads: int) -> None:
-    check(Shape(group=group, kv_heads=kv_heads), [Piece(40), Piece(30, 20), Piece(7, 7)])
+    check(Shape(group=group, kv_heads=kv_heads), [Chunk(40), Chunk(30, 20), Chunk(7, 7)])
 
 
 @pytest.mark.parametrize("head_dim", [1, 4, 8, 16, 20, 24, 64, 80, 96, 128, 192, 256, 576])
 def test_head_dims(head_dim: int) -> None:
-    check(Shape(head_dim=head_dim, group=3), [Piece(37), Piece(50, 30)])
-    check(Shape(head_dim=head_dim, group=3), [Piece(37), Piece(50, 30)], variant=VARIANTS["all"], tolerance=4e-6)
+    check(Shape(head_dim=head_dim, group=3), [Chunk(37), Chunk(50, 30)])
+    check(Shape(head_dim=head_dim, group=3), [Chunk(37), Chunk(50, 30)], variant=VARIANTS["all"], tolerance=4e-6)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_block_sizes(block_size: int) -> None:
-    pieces = [Piece(block_size - 1), Piece(block_size), Piece(block_size + 1), Piece(2 * block_size + 3, 20)]
-    check(Shape(block_size=block_size), pieces)
+    chunks = [Chunk(block_size - 1), Chunk(block_size), Chunk(block_size + 1), Chunk(2 * block_size + 3, 20)]
+    check(Shape(block_size=block_size), chunks)
 
 
 def test_a_group_larger_than_a_tile() -> None:
-    check(Shape(tokens=8, kv_heads=1, group=130), [Piece(20, 3), Piece(40)])
+    check(Shape(tokens=8, kv_heads=1, group=130), [Chunk(20, 3), Chunk(40)])
 
 
 def test_one_more_row_than_a_tile_holds() -> None:
-    check(Shape(tokens=256, group=3, width=20), [Piece(290, 193), Piece(100)])
+    check(Shape(tokens=256, group=3, width=20), [Chunk(290, 193), Chunk(100)])
 
 
 def test_mixed_batch_with_shared_pages() -> None:
-    check(Shape(tokens=64, group=3), [Piece(40), Piece(64, 20), Piece(33), Piece(96, 31)], share=True)
+    check(Shape(tokens=64, group=3), [Chunk(40), Chunk(64, 20), Chunk(33), Chunk(96, 31)], share=True)
 
 
 def test_long_context() -> None:
     shape = Shape(tokens=64, group=3, width=256, num_pages=600)
-    check(shape, [Piece(4096), Piece(4080, 40)], tolerance=5e-6)
+    check(shape, [Chunk(4096), Chunk(4080, 40)], tolerance=5e-6)
 
 
 def test_large_scores() -> None:
     """Far beyond what exp can hold without the highest score taken off."""
-    check(Shape(), [Piece(90), Piece(60, 30)], scale=20.0, tolerance=2e-3)
+    check(Shape(), [Chunk(90), Chunk(60, 30)], scale=20.0, tolerance=2e-3)
 
 
 def test_padding_gives_zeros_whatever_the_queries_hold() -> None:
     shape = Shape(tokens=32)
-    batch = make_batch(shape, [Piece(20, 3)], np.random.default_rng(0))
+    batch = make_batch(shape, [Chunk(20, 3)], np.random.default_rng(0))
     batch.q[3:] = np.nan
     assert not run(batch, 0.25)[3:].any()
     batch.slot[:] = shape.slots
@@ -143,7 +143,7 @@ def test_padding_gives_zeros_whatever_the_queries_hold() -> None:
 
 
 def test_agrees_with_the_plain_specification() -> None:
-    batch = make_batch(Shape(), [Piece(40), Piece(60, 30)], np.random.default_rng(3), unread=0)
+    batch = make_batch(Shape(), [Chunk(40), Chunk(60, 30)], np.random.default_rng(3), unread=0)
     q, k_pool, v_pool, table = map(jnp.asarray, (batch.q, batch.k_pool, batch.v_pool, batch.block_table))
     slot, position = jnp.asarray(batch.slot), jnp.asarray(batch.position)
     pages = KVPages(k_pool, v_pool)
@@ -154,26 +154,26 @@ def test_agrees_with_the_plain_specification() -> None:
 
 @pytest.mark.parametrize("variant", [PLAIN, Variant(window=21), VARIANTS["all"]], ids=["plain", "window", "all"])
 @pytest.mark.parametrize("pool", ["keys", "values"])
-@pytest.mark.parametrize("place", [0, 5, 40, 59])
-def test_nan_reaches_the_rows_that_see_it_and_no_others(pool: str, place: int, variant: Variant) -> None:
+@pytest.mark.parametrize("position", [0, 5, 40, 59])
+def test_nan_reaches_the_rows_that_see_it_and_no_others(pool: str, position: int, variant: Variant) -> None:
     """A tile's rows read together what some of them must not notice."""
     shape = Shape(kv_heads=1, group=3)
-    batch = make_batch(shape, [Piece(60, 30), Piece(50)], np.random.default_rng(1))
+    batch = make_batch(shape, [Chunk(60, 30), Chunk(50)], np.random.default_rng(1))
     clean = run(batch, 0.25, variant)
     array = batch.k_pool if pool == "keys" else batch.v_pool
-    array[batch.block_table[batch.slot[0], place // 16], place % 16] = np.nan
+    array[batch.block_table[batch.slot[0], position // 16], position % 16] = np.nan
     found = run(batch, 0.25, variant)
     sees = np.zeros(shape.tokens, bool)
-    sees[:30] = batch.position[:30] >= place
+    sees[:30] = batch.position[:30] >= position
     if variant.window is not None:
-        sees[:30] &= batch.position[:30] < place + variant.window
+        sees[:30] &= batch.position[:30] < position + variant.window
     assert np.isnan(found[sees]).all()
     np.testing.assert_array_equal(found[~sees], clean[~sees])
 
 
 def test_a_nan_query_stays_in_its_head() -> None:
     for variant in (PLAIN, VARIANTS["all"]):
-        batch = make_batch(Shape(), [Piece(60, 30)], np.random.default_rng(1))
+        batch = make_batch(Shape(), [Chunk(60, 30)], np.random.default_rng(1))
         clean = run(batch, 0.25, variant)
         batch.q[7, 2, 3] = np.nan
         found = run(batch, 0.25, variant).copy()
@@ -184,7 +184,7 @@ def test_a_nan_query_stays_in_its_head() -> None:
 
 @pytest.mark.parametrize("variant", [PLAIN, *VARIANTS.values(), Variant(window=64)], ids=str)
 def test_a_row_is_bitwise_the_same_in_any_batch(variant: Variant) -> None:
-    batch = make_batch(Shape(tokens=64, group=3), [Piece(64, 40), Piece(50), Piece(70, 20)], np.random.default_rng(2))
+    batch = make_batch(Shape(tokens=64, group=3), [Chunk(64, 40), Chunk(50), Chunk(70, 20)], np.random.default_rng(2))
     whole = run(batch, 0.25, variant)
     for row in range(61):
         alone = Batch(batch.q[row : row + 1], batch.k_pool, batch.v_pool, batch.block_table,
@@ -195,23 +195,23 @@ def test_a_row_is_bitwise_the_same_in_any_batch(variant: Variant) -> None:
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_variants(variant: Variant) -> None:
     for shape in (Shape(tokens=48, group=3), Shape(tokens=8, slots=8, group=3)):
-        pieces = [Piece(70, min(20, shape.tokens - 4)), Piece(1), Piece(64), Piece(17, 2)] if shape.tokens > 8 else \
-            [Piece(1), Piece(70), Piece(96), Piece(40, 3)]
+        chunks = [Chunk(70, min(20, shape.tokens - 4)), Chunk(1), Chunk(64), Chunk(17, 2)] if shape.tokens > 8 else \
+            [Chunk(1), Chunk(70), Chunk(96), Chunk(40, 3)]
         for seed in range(2):
-            check(shape, pieces, seed, variant=variant, tolerance=4e-6)
+            check(shape, chunks, seed, variant=variant, tolerance=4e-6)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 48, 63, 64, 65, 200])
 def test_windows_at_every_border(window: int) -> None:
-    """Of pages and chunks: decode rows and pieces of a prompt, before, at and behind them."""
+    """Of pages and chunks: decode rows and chunks of a prompt, before, at and behind them."""
     for context in (1, 16, 31, 32, 33, 63, 64, 65, 80, 96):
         new = min(context, 20)
-        check(Shape(tokens=32), [Piece(context, new), Piece(context)], variant=Variant(window=window))
+        check(Shape(tokens=32), [Chunk(context, new), Chunk(context)], variant=Variant(window=window))
 
 
 def test_a_prompt_in_chunks_is_bitwise_the_prompt_at_once() -> None:
     for variant in (Variant(window=21), VARIANTS["all"]):
-        batch = make_batch(Shape(tokens=90, group=3), [Piece(90, 90)], np.random.default_rng(4))
+        batch = make_batch(Shape(tokens=90, group=3), [Chunk(90, 90)], np.random.default_rng(4))
         whole = run(batch, 0.25, variant)
         for size in (7, 16, 32):
             for start in range(0, 90, size):
@@ -224,7 +224,7 @@ def test_a_prompt_in_chunks_is_bitwise_the_prompt_at_once() -> None:
 def test_soft_cap_on_large_and_small_scores() -> None:
     for scale in (0.1, 1.0, 6.0, 30.0):
         for softcap in (0.5, 30.0, 50.0):
-            check(Shape(), [Piece(90), Piece(60, 30)], scale=scale, variant=Variant(softcap=softcap),
+            check(Shape(), [Chunk(90), Chunk(60, 30)], scale=scale, variant=Variant(softcap=softcap),
                   tolerance=2e-6 * max(1.0, scale) * min(softcap, max(1.0, scale**2)))
 
 
@@ -232,12 +232,12 @@ def test_a_long_context_through_a_window() -> None:
     """What lies before it is NaN, and its table entries point nowhere."""
     shape = Shape(tokens=64, group=3, width=256, num_pages=600)
     for variant in (Variant(window=100), VARIANTS["all"], Variant(alibi=True)):
-        check(shape, [Piece(4096), Piece(4080, 40)], variant=variant, tolerance=6e-6)
+        check(shape, [Chunk(4096), Chunk(4080, 40)], variant=variant, tolerance=6e-6)
 
 
 def test_sinks_far_above_and_below_the_scores() -> None:
     shape = Shape()
-    batch = make_batch(shape, [Piece(60, 30)], np.random.default_rng(1), unread=0)
+    batch = make_batch(shape, [Chunk(60, 30)], np.random.default_rng(1), unread=0)
     arrays = map(jnp.asarray, (batch.q, batch.k_pool, batch.v_pool, batch.block_table, batch.slot, batch.position))
     q, k_pool, v_pool, table, slot, position = arrays
     attend = jax.jit(lambda sinks: native_attention.paged_attention(
@@ -251,10 +251,10 @@ def test_sinks_far_above_and_below_the_scores() -> None:
 
 @pytest.mark.parametrize("value_dim", [1, 8, 24])
 def test_values_narrower_and_wider_than_keys(value_dim: int) -> None:
-    pieces = [Piece(37), Piece(50, 30)]
-    batch = make_batch(Shape(group=3), pieces, np.random.default_rng(0))
+    chunks = [Chunk(37), Chunk(50, 30)]
+    batch = make_batch(Shape(group=3), chunks, np.random.default_rng(0))
     batch.v_pool = np.repeat(batch.v_pool, 2, axis=3)[..., :value_dim].copy()
-    wanted = np.repeat(VARIANTS["window"].expected(batch, pieces, 0.25), 2, axis=2)[..., :value_dim]
+    wanted = np.repeat(VARIANTS["window"].expected(batch, chunks, 0.25), 2, axis=2)[..., :value_dim]
     np.testing.assert_allclose(run(batch, 0.25, VARIANTS["window"]), wanted, rtol=1e-5, atol=2e-6)
 
 
@@ -262,14 +262,14 @@ def test_values_narrower_and_wider_than_keys(value_dim: int) -> None:
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1), share=st.booleans())
 def test_random_batches(data: st.DataObject, seed: int, share: bool) -> None:
     shape = data.draw(st.sampled_from([Shape(), Shape(kv_heads=1, group=3, head_dim=64), Shape(tokens=8)]))
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     room = shape.tokens
-    while room and len(pieces) < shape.slots and data.draw(st.booleans()):
+    while room and len(chunks) < shape.slots and data.draw(st.booleans()):
         context = data.draw(st.integers(1, shape.block_size * shape.width))
         new = data.draw(st.integers(1, min(context, room)))
-        pieces.append(Piece(context, new))
+        chunks.append(Chunk(context, new))
         room -= new
-    check(shape, pieces, seed, share=share)
+    check(shape, chunks, seed, share=share)
 
 
 @pytest.mark.parametrize("config", [SPECIAL, CONFIG.with_attention(alibi=True, rope=None)], ids=["special", "alibi"])
@@ -304,7 +304,7 @@ from jaxpaged.pallas_kernels.native_build import build
 assert build(Path({str(tmp_path)!r}), [native_attention.KERNEL], {FLAGS[vectors]!r}) is None
 from tests.pallas_kernels import test_native_attention as tests
 for variant in (tests.PLAIN, tests.VARIANTS["window"], tests.VARIANTS["all"]):
-    tests.check(tests.Shape(group=3, head_dim=20), [tests.Piece(37), tests.Piece(70, 40)], variant=variant,
+    tests.check(tests.Shape(group=3, head_dim=20), [tests.Chunk(37), tests.Chunk(70, 40)], variant=variant,
                 tolerance=4e-6)
     tests.test_a_row_is_bitwise_the_same_in_any_batch(variant)
 """

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.pallas_kernels import kv_write, reference, xla_paged_attention
+from jaxpaged.pallas_kernels import kv_pages, reference, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.xla_paged_attention import TileSizes, make_tile_list
@@ -37,7 +37,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """The last `new` of a sequence's `context` tokens."""
 
     context: int
@@ -54,45 +54,45 @@ class Batch:
     block_table: np.ndarray
     slot: np.ndarray
     position: np.ndarray
-    keys: list[np.ndarray]  # of each piece, [context, K, H]
+    keys: list[np.ndarray]  # of each chunk, [context, K, H]
     values: list[np.ndarray]
 
 
-def make_batch(shape: Shape, pieces: Sequence[Piece], rng: np.random.Generator, *, unread: float = np.nan,
+def make_batch(shape: Shape, chunks: Sequence[Chunk], rng: np.random.Generator, *, unread: float = np.nan,
                share: bool = False, scale: float = 1.0) -> Batch:
-    """Put the pieces' contexts into randomly placed pages.
+    """Put the chunks' contexts into randomly placed pages.
 
     Args:
-        unread: what fills every place that no token may look at.
-        share: give all sequences one prefix, whose pages they share.
+        unread: what fills every position that no token may see.
+        share: all sequences have one prefix, whose pages they share.
     """
     free = list(rng.permutation(np.arange(1, shape.num_pages)))
-    slots = rng.permutation(shape.slots)[: len(pieces)]
+    slots = rng.permutation(shape.slots)[: len(chunks)]
     cell = (shape.kv_heads, shape.head_dim)
     k_pool, v_pool = (np.full((shape.num_pages, shape.block_size, *cell), unread, np.float32) for _ in "kv")
     # Stale entries of a table point at pages of others.
     table = rng.integers(0, shape.num_pages, (shape.slots + 1, shape.width)).astype(np.int32)
     table[shape.slots] = 0
-    prefix = min(piece.context for piece in pieces) // shape.block_size if share and pieces else 0
+    prefix = min(chunk.context for chunk in chunks) // shape.block_size if share and chunks else 0
     common = [scale * rng.standard_normal((prefix * shape.block_size, *cell), np.float32) for _ in "kv"]
     shared_pages = [free.pop() for _ in range(prefix)]
     q = scale * rng.standard_normal((shape.tokens, shape.kv_heads * shape.group, shape.head_dim), np.float32)
     batch = Batch(q, k_pool, v_pool, table, np.full(shape.tokens, shape.slots, np.int32),
                   np.zeros(shape.tokens, np.int32), [], [])
     row = 0
-    for piece, slot in zip(pieces, slots, strict=True):
-        count = -(-piece.context // shape.block_size)
+    for chunk, slot in zip(chunks, slots, strict=True):
+        count = -(-chunk.context // shape.block_size)
         pages = [*shared_pages, *(free.pop() for _ in range(count - prefix))]
         table[slot, :count] = pages
-        own = [scale * rng.standard_normal((piece.context - len(common[0]), *cell), np.float32) for _ in "kv"]
+        own = [scale * rng.standard_normal((chunk.context - len(common[0]), *cell), np.float32) for _ in "kv"]
         for pool, start, rest, contexts in zip((k_pool, v_pool), common, own, (batch.keys, batch.values), strict=True):
             context = np.concatenate([start, rest])
             contexts.append(context)
-            for place in range(piece.context):
-                pool[pages[place // shape.block_size], place % shape.block_size] = context[place]
-        batch.slot[row : row + piece.new] = slot
-        batch.position[row : row + piece.new] = np.arange(piece.context - piece.new, piece.context)
-        row += piece.new
+            for position in range(chunk.context):
+                pool[pages[position // shape.block_size], position % shape.block_size] = context[position]
+        batch.slot[row : row + chunk.new] = slot
+        batch.position[row : row + chunk.new] = np.arange(chunk.context - chunk.new, chunk.context)
+        row += chunk.new
     return batch
 
 
@@ -115,8 +115,8 @@ class Variant:
     def bias(self, heads: int) -> HeadBias:
         return HeadBias(**{name: jnp.asarray(numbers) for name, numbers in self.arrays(heads).items()})
 
-    def expected(self, batch: Batch, pieces: Sequence[Piece], scale: float) -> np.ndarray:
-        return expected(batch, pieces, scale, window=self.window, softcap=self.softcap,
+    def expected(self, batch: Batch, chunks: Sequence[Chunk], scale: float) -> np.ndarray:
+        return expected(batch, chunks, scale, window=self.window, softcap=self.softcap,
                         **self.arrays(batch.q.shape[1]))
 
 
@@ -135,26 +135,26 @@ variants = st.builds(Variant, window=st.none() | st.integers(1, 90), softcap=st.
                      alibi=st.booleans(), sinks=st.booleans())
 
 
-def hide_what_is_out_of_sight(batch: Batch, pieces: Sequence[Piece], window: int) -> None:
-    """NaN at the positions that even the first new token of a piece no longer sees."""
+def hide_what_is_out_of_sight(batch: Batch, chunks: Sequence[Chunk], window: int) -> None:
+    """NaN at the positions that even the first new token of a chunk no longer sees."""
     row = 0
-    for piece in pieces:
+    for chunk in chunks:
         size = batch.k_pool.shape[1]
-        for place in range(piece.context - piece.new - window + 1):
+        for offset in range(chunk.context - chunk.new - window + 1):
             for pool in (batch.k_pool, batch.v_pool):
-                pool[batch.block_table[batch.slot[row], place // size], place % size] = np.nan
-        row += piece.new
+                pool[batch.block_table[batch.slot[row], offset // size], offset % size] = np.nan
+        row += chunk.new
 
 
-def expected(batch: Batch, pieces: Sequence[Piece], scale: float, *, window: int | None = None,
+def expected(batch: Batch, chunks: Sequence[Chunk], scale: float, *, window: int | None = None,
              softcap: float | None = None, slopes: np.ndarray | None = None,
              sinks: np.ndarray | None = None) -> np.ndarray:
     """Plain causal attention in float64; rows of padding are zeros."""
     out = np.zeros_like(batch.q, dtype=np.float64)
     heads, kv_heads = batch.q.shape[1], batch.k_pool.shape[2]
     row = 0
-    for piece, keys, values in zip(pieces, batch.keys, batch.values, strict=True):
-        for position in range(piece.context - piece.new, piece.context):
+    for chunk, keys, values in zip(chunks, batch.keys, batch.values, strict=True):
+        for position in range(chunk.context - chunk.new, chunk.context):
             seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
             for head in range(heads):
                 kv_head = head // (heads // kv_heads)
@@ -187,15 +187,15 @@ def run_xla(batch: Batch, sizes: TileSizes, scale: float, variant: Variant = PLA
     return np.asarray(run(batch.q, batch.k_pool, batch.v_pool, batch.block_table, batch.slot, batch.position))
 
 
-def check(shape: Shape, pieces: Sequence[Piece], seed: int = 0, *, sizes: TileSizes | None = None,
+def check(shape: Shape, chunks: Sequence[Chunk], seed: int = 0, *, sizes: TileSizes | None = None,
           variant: Variant = PLAIN, tolerance: float = 2e-6, **how: Any) -> None:
     """Compare the XLA path with float64."""
-    assert sum(piece.new for piece in pieces) <= shape.tokens and len(pieces) <= shape.slots
-    batch = make_batch(shape, pieces, np.random.default_rng(seed), **how)
+    assert sum(chunk.new for chunk in chunks) <= shape.tokens and len(chunks) <= shape.slots
+    batch = make_batch(shape, chunks, np.random.default_rng(seed), **how)
     if variant.window is not None:
-        hide_what_is_out_of_sight(batch, pieces, variant.window)
+        hide_what_is_out_of_sight(batch, chunks, variant.window)
     scale = shape.head_dim**-0.5
-    found, wanted = run_xla(batch, sizes or TileSizes(), scale, variant), variant.expected(batch, pieces, scale)
+    found, wanted = run_xla(batch, sizes or TileSizes(), scale, variant), variant.expected(batch, chunks, scale)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=tolerance)
 
 
@@ -208,29 +208,29 @@ lengths = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65,
 
 
 @st.composite
-def mixed(draw: st.DrawFn, shape: Shape) -> list[Piece]:
-    """Decode rows and prefill pieces in any order, up to the step's size."""
-    pieces, left = [], shape.tokens
+def mixed(draw: st.DrawFn, shape: Shape) -> list[Chunk]:
+    """Decode rows and prefill chunks in any order, up to the step's size."""
+    chunks, left = [], shape.tokens
     for _ in range(draw(st.integers(0, shape.slots))):
         if not left:
             break
         context = draw(lengths)
         new = draw(st.one_of(st.just(1), st.integers(1, min(left, context))))
-        pieces.append(Piece(context, new))
+        chunks.append(Chunk(context, new))
         left -= new
-    return pieces
+    return chunks
 
 
 @settings(max_examples=40)
 @given(mixed(SMALL), st.integers(0, 2**31), st.booleans(), st.sampled_from([TileSizes(), FINE]))
-def test_mixed_batches(pieces: list[Piece], seed: int, share: bool, sizes: TileSizes) -> None:
-    check(SMALL, pieces, seed, share=share, sizes=sizes)
+def test_mixed_batches(chunks: list[Chunk], seed: int, share: bool, sizes: TileSizes) -> None:
+    check(SMALL, chunks, seed, share=share, sizes=sizes)
 
 
 @settings(max_examples=20)
 @given(st.lists(lengths, max_size=8), st.integers(0, 2**31), st.sampled_from([TileSizes(), FINE]))
 def test_decode_batches(contexts: list[int], seed: int, sizes: TileSizes) -> None:
-    check(DECODE, [Piece(context) for context in contexts], seed, sizes=sizes)
+    check(DECODE, [Chunk(context) for context in contexts], seed, sizes=sizes)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [
@@ -238,16 +238,16 @@ def test_decode_batches(contexts: list[int], seed: int, sizes: TileSizes) -> Non
                                        for sizes in (TileSizes(), FINE))])
 def test_variants(name: str, sizes: TileSizes) -> None:
     variant = VARIANTS[name]
-    check(SMALL, [Piece(70, 20), Piece(1), Piece(64), Piece(17, 2)], sizes=sizes, variant=variant, tolerance=4e-6)
-    check(DECODE, [Piece(1), Piece(70), Piece(96), Piece(40, 3)], sizes=sizes, variant=variant, tolerance=4e-6)
+    check(SMALL, [Chunk(70, 20), Chunk(1), Chunk(64), Chunk(17, 2)], sizes=sizes, variant=variant, tolerance=4e-6)
+    check(DECODE, [Chunk(1), Chunk(70), Chunk(96), Chunk(40, 3)], sizes=sizes, variant=variant, tolerance=4e-6)
 
 
 def test_through_a_window_a_row_is_the_same_beside_rows_of_any_length() -> None:
     """Each row of a group starts where its own window begins."""
     shape, variant = Shape(tokens=4, slots=4, width=64, num_pages=130), Variant(window=20)
-    pieces = [Piece(1000), Piece(17), Piece(400), Piece(65)]
-    check(shape, pieces, variant=variant, sizes=FINE)
-    batch = make_batch(shape, pieces, np.random.default_rng(0))
+    chunks = [Chunk(1000), Chunk(17), Chunk(400), Chunk(65)]
+    check(shape, chunks, variant=variant, sizes=FINE)
+    batch = make_batch(shape, chunks, np.random.default_rng(0))
     whole = run_xla(batch, TileSizes(), 0.25, variant)
     for row in range(4):
         alone = replace(batch, slot=np.where(np.arange(4) == row, batch.slot, shape.slots).astype(np.int32))
@@ -258,20 +258,20 @@ def test_through_a_window_a_row_is_the_same_beside_rows_of_any_length() -> None:
 @pytest.mark.parametrize("border", [16, 32, 64, 96])
 def test_contexts_around_page_and_chunk_borders(border: int, sizes: TileSizes) -> None:
     around = [context for context in (border - 1, border, border + 1) if context <= SMALL.width * SMALL.block_size]
-    check(SMALL, [Piece(context) for context in around], sizes=sizes)
-    check(SMALL, [Piece(context, 15) for context in around], sizes=sizes)
+    check(SMALL, [Chunk(context) for context in around], sizes=sizes)
+    check(SMALL, [Chunk(context, 15) for context in around], sizes=sizes)
 
 
 @pytest.mark.parametrize("start", range(0, 17))
 def test_a_prompt_cut_at_every_alignment(start: int) -> None:
-    """The piece starts anywhere in a page and ends anywhere."""
+    """The chunk starts anywhere in a page and ends anywhere."""
     for new in (2, 3, 4, 5, 16, 17, 31, 32, 33, 48):
-        check(SMALL, [Piece(start + new, new)], seed=start, sizes=FINE)
+        check(SMALL, [Chunk(start + new, new)], seed=start, sizes=FINE)
 
 
 def test_one_token_with_nothing_before_it() -> None:
     for shape in (SMALL, DECODE):
-        check(shape, [Piece(1)])
+        check(shape, [Chunk(1)])
 
 
 def test_a_step_of_padding_alone_gives_zeros() -> None:
@@ -282,19 +282,19 @@ def test_a_step_of_padding_alone_gives_zeros() -> None:
 
 @pytest.mark.parametrize("unread", [np.nan, np.inf, -np.inf, 3e38])
 def test_places_that_no_token_may_see_can_hold_anything(unread: float) -> None:
-    pieces = [Piece(33, 17), Piece(5), Piece(64), Piece(40, 8)]
-    check(SMALL, pieces, unread=unread)
-    check(DECODE, [Piece(17), Piece(1), Piece(31)], unread=unread)
+    chunks = [Chunk(33, 17), Chunk(5), Chunk(64), Chunk(40, 8)]
+    check(SMALL, chunks, unread=unread)
+    check(DECODE, [Chunk(17), Chunk(1), Chunk(31)], unread=unread)
 
 
 def test_a_row_that_is_not_a_number_spoils_no_other_sequence() -> None:
     """Tiles and groups hold rows of several sequences."""
     for shape, sizes in ((SMALL, TileSizes()), (SMALL, FINE), (DECODE, TileSizes())):
-        pieces = [Piece(20), Piece(33, 2), Piece(7), Piece(18)]
-        batch = make_batch(shape, pieces, np.random.default_rng(3))
+        chunks = [Chunk(20), Chunk(33, 2), Chunk(7), Chunk(18)]
+        batch = make_batch(shape, chunks, np.random.default_rng(3))
         batch.q[1:3] = np.nan
         batch.k_pool[batch.block_table[batch.slot[1], 0]] = np.nan
-        found, wanted = run_xla(batch, sizes, 0.25), expected(batch, pieces, 0.25)
+        found, wanted = run_xla(batch, sizes, 0.25), expected(batch, chunks, 0.25)
         rows = [0, 3, 4]
         assert np.isnan(found[1:3]).all()
         np.testing.assert_allclose(found[rows], wanted[rows], rtol=1e-5, atol=2e-6)
@@ -303,7 +303,7 @@ def test_a_row_that_is_not_a_number_spoils_no_other_sequence() -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     """Scores of several hundred: exp() of them is infinite in float32."""
-    check(SMALL, [Piece(96, 20), Piece(70), Piece(33, 3)], scale=12.0, tolerance=2e-4)
+    check(SMALL, [Chunk(96, 20), Chunk(70), Chunk(33, 3)], scale=12.0, tolerance=2e-4)
 
 
 @pytest.mark.parametrize("shape", [
@@ -317,22 +317,22 @@ def test_large_scores_do_not_overflow() -> None:
 ], ids=lambda shape: f"group {shape.group}, head {shape.head_dim}, block {shape.block_size}")
 def test_heads_and_block_sizes(shape: Shape) -> None:
     for seed in range(4):
-        check(shape, [Piece(70, 33), Piece(1), Piece(64), Piece(17, 2), Piece(31), Piece(95, 5)], seed)
+        check(shape, [Chunk(70, 33), Chunk(1), Chunk(64), Chunk(17, 2), Chunk(31), Chunk(95, 5)], seed)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 15, 17])
 def test_odd_step_sizes(tokens: int) -> None:
     shape = Shape(tokens=tokens, slots=3)
-    check(shape, [Piece(40, tokens)])
-    check(shape, [Piece(33, max(1, tokens // 2)), *[Piece(18)] * (tokens > 1)])
+    check(shape, [Chunk(40, tokens)])
+    check(shape, [Chunk(33, max(1, tokens // 2)), *[Chunk(18)] * (tokens > 1)])
 
 
 def test_the_order_of_the_rows_changes_nothing() -> None:
-    """Each sequence's result is its own; only the place of its rows moves."""
-    pieces = [Piece(20), Piece(33, 5), Piece(64), Piece(40, 12)]
-    batch = make_batch(SMALL, pieces, np.random.default_rng(1))
+    """Each sequence's result is its own; only the index of its rows changes."""
+    chunks = [Chunk(20), Chunk(33, 5), Chunk(64), Chunk(40, 12)]
+    batch = make_batch(SMALL, chunks, np.random.default_rng(1))
     found = run_xla(batch, TileSizes(), 0.25)
-    starts = np.cumsum([0, *(piece.new for piece in pieces)])
+    starts = np.cumsum([0, *(chunk.new for chunk in chunks)])
     rows = np.concatenate([np.arange(starts[index], starts[index + 1]) for index in (2, 3, 0, 1)])
     order = np.concatenate([rows, np.arange(starts[-1], SMALL.tokens)])
     batch.q, batch.slot, batch.position = batch.q[order], batch.slot[order], batch.position[order]
@@ -341,8 +341,8 @@ def test_the_order_of_the_rows_changes_nothing() -> None:
 
 @pytest.mark.parametrize("sizes", [TileSizes(), FINE], ids=["default", "fine"])
 def test_the_work_list_covers_every_row_once(sizes: TileSizes) -> None:
-    pieces = [Piece(33, 11), Piece(9), Piece(64, 1), Piece(40, 20), Piece(5, 5)]
-    batch = make_batch(SMALL, pieces, np.random.default_rng(2))
+    chunks = [Chunk(33, 11), Chunk(9), Chunk(64, 1), Chunk(40, 20), Chunk(5, 5)]
+    batch = make_batch(SMALL, chunks, np.random.default_rng(2))
     slot, position = jnp.asarray(batch.slot), jnp.asarray(batch.position)
     work = jax.tree.map(np.asarray, make_tile_list(slot, position, SMALL.slots, sizes))
     assert work.num_single == len(work.row[: work.num_single])
@@ -354,18 +354,18 @@ def test_the_work_list_covers_every_row_once(sizes: TileSizes) -> None:
         assert {batch.slot[row] for row in rows} == {work.tile_slot[tile]}
         assert work.tile_context[tile] == batch.position[rows[0]] + 1
         covered += rows
-    assert sorted(covered) == list(range(sum(piece.new for piece in pieces)))
+    assert sorted(covered) == list(range(sum(chunk.new for chunk in chunks)))
     assert (work.row[work.num_single :] == SMALL.tokens).all() and not work.context[work.num_single :].any()
 
 
 def test_half_precision_adds_up_in_float32() -> None:
-    pieces = [Piece(96, 20), Piece(70), Piece(33, 3)]
-    batch = make_batch(SMALL, pieces, np.random.default_rng(5))
+    chunks = [Chunk(96, 20), Chunk(70), Chunk(33, 3)]
+    batch = make_batch(SMALL, chunks, np.random.default_rng(5))
     for name in ("q", "k_pool", "v_pool"):
         setattr(batch, name, getattr(batch, name).astype(jnp.bfloat16))
     batch.keys, batch.values = ([np.asarray(array.astype(jnp.bfloat16), np.float32) for array in arrays]
                                 for arrays in (batch.keys, batch.values))
-    found, wanted = run_xla(batch, TileSizes(), 0.25), expected(batch, pieces, 0.25)
+    found, wanted = run_xla(batch, TileSizes(), 0.25), expected(batch, chunks, 0.25)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=0.02, atol=0.02)
 
@@ -378,49 +378,49 @@ def run_reference(batch: Batch, scale: float) -> np.ndarray:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_the_specification_is_plain_attention(share: bool) -> None:
-    pieces = [Piece(70, 12), Piece(33), Piece(96, 3), Piece(32, 16), Piece(49)]
+    chunks = [Chunk(70, 12), Chunk(33), Chunk(96, 3), Chunk(32, 16), Chunk(49)]
     for seed in range(3):
-        batch = make_batch(SMALL, pieces, np.random.default_rng(seed), share=share)
-        rows = sum(piece.new for piece in pieces)
-        found, wanted = run_reference(batch, 0.25), expected(batch, pieces, 0.25)
+        batch = make_batch(SMALL, chunks, np.random.default_rng(seed), share=share)
+        rows = sum(chunk.new for chunk in chunks)
+        found, wanted = run_reference(batch, 0.25), expected(batch, chunks, 0.25)
         np.testing.assert_allclose(found[:rows], wanted[:rows], rtol=1e-5, atol=2e-6)
 
 
 def test_both_paths_agree_on_the_specification() -> None:
-    pieces = [Piece(70, 12), Piece(33), Piece(96, 3), Piece(32, 16), Piece(49)]
-    batch = make_batch(SMALL, pieces, np.random.default_rng(7))
-    rows = sum(piece.new for piece in pieces)
+    chunks = [Chunk(70, 12), Chunk(33), Chunk(96, 3), Chunk(32, 16), Chunk(49)]
+    batch = make_batch(SMALL, chunks, np.random.default_rng(7))
+    rows = sum(chunk.new for chunk in chunks)
     found, wanted = run_xla(batch, TileSizes(), 0.25), run_reference(batch, 0.25)
     np.testing.assert_allclose(found[:rows], wanted[:rows], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("write", [kv_write.write_kv, reference.write_kv], ids=["kv_write", "reference"])
+@pytest.mark.parametrize("write", [kv_pages.write_kv, reference.write_kv], ids=["kv_pages", "reference"])
 @given(st.integers(0, 2**31))
 @settings(max_examples=10)
 def test_keys_and_values_go_to_their_places_and_nowhere_else(write: Callable[..., Any], seed: int) -> None:
-    """Against assignment in NumPy; padding rows all go to the null page's first place."""
+    """Against assignment in NumPy; padding rows all go to the null page's first row."""
     rng = np.random.default_rng(seed)
     pages, size, heads, dim, tokens, padding = 7, 4, 2, 8, 6, 3
     pools = [rng.standard_normal((pages, size, heads, dim), np.float32) for _ in "kv"]
     new = [rng.standard_normal((tokens, heads, dim), np.float32) for _ in "kv"]
     chosen = rng.permutation(np.arange(size, pages * size))[: tokens - padding]
     page = np.concatenate([chosen // size, np.zeros(padding)]).astype(np.int32)
-    place = np.concatenate([chosen % size, np.zeros(padding)]).astype(np.int32)
-    written = jax.jit(write)(KVPages(*map(jnp.asarray, pools)), *new, page, place)
+    offset = np.concatenate([chosen % size, np.zeros(padding)]).astype(np.int32)
+    written = jax.jit(write)(KVPages(*map(jnp.asarray, pools)), *new, page, offset)
     for pool, rows, found in zip(pools, new, written[:2], strict=True):
         wanted = pool.copy()
         for index in range(tokens):
-            wanted[page[index], place[index]] = rows[index]
-        wanted[0, 0] = np.asarray(found)[0, 0]  # whoever came last
+            wanted[page[index], offset[index]] = rows[index]
+        wanted[0, 0] = np.asarray(found)[0, 0]  # the last one written
         np.testing.assert_array_equal(found, wanted)
 
 
 def test_writing_in_place_casts_to_the_pools_dtype_and_uses_their_memory() -> None:
     pools = [jnp.zeros((5, 4, 2, 8), jnp.bfloat16) for _ in "kv"]
     rows = np.full((3, 2, 8), 1 / 3, np.float32)
-    page, place = np.array([1, 2, 4], np.int32), np.array([0, 3, 1], np.int32)
+    page, offset = np.array([1, 2, 4], np.int32), np.array([0, 3, 1], np.int32)
     pointers = [pool.unsafe_buffer_pointer() for pool in pools]
-    written = jax.jit(kv_write.write_kv, donate_argnums=0)(KVPages(*pools), rows, rows, page, place)
+    written = jax.jit(kv_pages.write_kv, donate_argnums=0)(KVPages(*pools), rows, rows, page, offset)
     assert [pool.unsafe_buffer_pointer() for pool in written[:2]] == pointers
     assert all(pool.dtype == jnp.bfloat16 for pool in written[:2])
     assert float(written.k[4, 1, 0, 0]) == float(jnp.bfloat16(1 / 3))

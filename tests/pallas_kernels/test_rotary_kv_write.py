@@ -29,7 +29,7 @@ def run(case: dict[str, Any], pages: KVPages) -> tuple[jax.Array, KVPages]:
 
 
 def make_case(tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int, *, padding: int = 0) -> dict[str, Any]:
-    """Rows at places that no two share, the last `padding` of them without a page.
+    """Rows at distinct pages and offsets, the last `padding` of them without a page.
 
     Page 0 stays free, as in the engine: interpreting writes back there what it finds, for rows without a page.
     """
@@ -43,7 +43,7 @@ def make_case(tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int, 
         "k": rng.standard_normal((tokens, kv_heads, head_dim), np.float32),
         "v": rng.standard_normal((tokens, kv_heads, head_dim), np.float32),
         "cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32),
-        "page": page.astype(np.int32), "place": (where % SIZE).astype(np.int32),
+        "page": page.astype(np.int32), "offset": (where % SIZE).astype(np.int32),
     }
 
 
@@ -63,13 +63,13 @@ def turned(x: np.ndarray, case: dict[str, Any]) -> np.ndarray:
 
 
 def check(case: dict[str, Any], pages: KVPages, tolerance: float, run: Callable[..., Any] = run) -> None:
-    """Queries, the rows' places in the pools, and that all other places are what they were."""
+    """Queries, the rows in the pools, and that everything else is unchanged."""
     before = [np.asarray(pool, np.float64) for pool in (pages.k, pages.v)]
     q, found = run(case, pages)
     np.testing.assert_allclose(np.asarray(q, np.float64), turned(case["q"], case), rtol=tolerance, atol=tolerance)
     wanted = turned(case["k"], case), case["v"].astype(np.float64)
     real = case["page"] >= 0
-    at = case["page"][real], case["place"][real]
+    at = case["page"][real], case["offset"][real]
     for pool, scale, old, rows in zip(found[:2], found[2:], before, wanted, strict=True):
         new = np.asarray(pool, np.float64)
         stored = new[at]
@@ -120,7 +120,7 @@ def test_no_value_in_a_page_is_infinite_or_nan(dtype: Any) -> None:
     q, pages = run(case, make_pages(2, 16, dtype))
     _, wanted = reference.rotary_kv_write(
         **{name: jnp.asarray(x) for name, x in case.items()}, pages=make_pages(2, 16, dtype))
-    at = case["page"], case["place"]
+    at = case["page"], case["offset"]
     bad = np.zeros((6, 2), bool)
     bad[1, 0] = bad[2, 1] = bad[3, 0] = True
     bad[4, 1] = dtype == jnp.float16
@@ -141,7 +141,7 @@ def test_rows_of_the_smallest_numbers_become_zeros(dtype: Any) -> None:
     for name in ("k", "v"):
         case[name] *= np.float32(1e-37) / np.abs(case[name]).max(axis=-1, keepdims=True)
     _, pages = run(case, make_pages(1, 64, dtype))
-    at = case["page"], case["place"]
+    at = case["page"], case["offset"]
     for pool, scale in zip(pages[:2], pages[2:], strict=True):
         assert not np.asarray(pool, np.float32)[at].any()
         assert (np.asarray(scale).swapaxes(1, 2)[at] == 1).all()
