@@ -73,7 +73,7 @@ class InputProcessor:
                  make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_n, self._max_logprobs = max_n, max_logprobs
+        self._max_n, self._max_logprobs = max_n, min(max_logprobs, vocab_size)
         self._limits = limits
         self._make_grammar = make_grammar or GrammarCompiler(self._limits).grammar
         self._eos = frozenset(eos_token_ids)

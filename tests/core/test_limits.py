@@ -20,6 +20,7 @@ from jaxpaged.frontend.input_processor import InputProcessor
 from tests.support.live_server import LiveServer, write_tiny_model
 
 HELLO = [{"role": "user", "content": "Hello"}]
+VOCABULARY = 257  # of the tiny model
 TEXT = "/v1/completions"
 LONG_NAME = "x" * 8000  # makes chunks so long that the system's buffers hold few of them
 CHAT = "/v1/chat/completions"
@@ -73,18 +74,18 @@ FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ("max_tool_name_chars", CHAT, {"messages": HELLO, "tools": [tool("a" * 257)]}),
     ("max_detokenize_tokens", "/detokenize", {"tokens": [1] * (2**20 + 1)}),
 ]
-# A flag, its lowered value, and a request just above it.
-LOWERED: list[tuple[str, int, str, dict[str, Any]]] = [
+# A flag, its value, and a request just above it.
+GIVEN: list[tuple[str, int, str, dict[str, Any]]] = [
     ("max_n", 3, TEXT, params(n=4)),
     ("max_n", 3, TEXT, params(best_of=4)),
     ("max_request_bytes", 2**22, TEXT, params(prompt="a" * 2**22)),
     ("max_waiting_requests", 2, TEXT, params(prompt=["a"] * 7)),
     ("max_waiting_requests", 2, "/v1/embeddings", {"input": ["a"] * 7}),
     ("max_num_seqs", 4, TEXT, params(prompt=["a"] * 3, n=3)),
-    ("max_logprobs", 100, TEXT, params(logprobs=101)),
-    ("max_logprobs", 100, TEXT, params(prompt_logprobs=101)),
+    ("max_logprobs", VOCABULARY, TEXT, params(logprobs=VOCABULARY + 1)),
+    ("max_logprobs", VOCABULARY, TEXT, params(prompt_logprobs=VOCABULARY + 1)),
 ]
-FLAGS = {name: value for name, value, _, _ in LOWERED} | {
+FLAGS = {name: value for name, value, _, _ in GIVEN} | {
     "max_connections": 8, "body_timeout": 1, "keep_alive_timeout": 1}
 ELSEWHERE = {"max_head_bytes", "max_unread_tokens",  # below
              "max_allowed_token_ids",  # below: a body with so many ids holds too many values
@@ -111,9 +112,9 @@ def test_each_fixed_limit_is_enforced_and_given_in_the_error(server: LiveServer,
     assert str(getattr(LIMITS, name)) in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("name", "value", "path", "fields"), LOWERED,
-                         ids=[f"{index} {name} {path}" for index, (name, _, path, _) in enumerate(LOWERED)])
-def test_each_lowered_limit_is_enforced_and_its_flag_named(server: LiveServer, name: str, value: int, path: str,
+@pytest.mark.parametrize(("name", "value", "path", "fields"), GIVEN,
+                         ids=[f"{index} {name} {path}" for index, (name, _, path, _) in enumerate(GIVEN)])
+def test_each_given_limit_is_enforced_and_its_flag_named(server: LiveServer, name: str, value: int, path: str,
                                                            fields: dict[str, Any]) -> None:
     answer = httpx.post(server.url + path, json=fields, timeout=60)
     assert answer.status_code == (413 if name == "max_request_bytes" else 400), answer.text
@@ -124,7 +125,7 @@ def test_each_lowered_limit_is_enforced_and_its_flag_named(server: LiveServer, n
 
 def test_what_stays_within_all_limits_is_served(server: LiveServer) -> None:
     body = params(n=3, max_tokens=2, stop=["a" * 4096, "b"], stop_token_ids=[1, 2], logit_bias={"1": 1},
-                  bad_words=["a" * 15], cache_salt="a" * 1024, request_id="1" * 128, logprobs=100,
+                  bad_words=["a" * 15], cache_salt="a" * 1024, request_id="1" * 128, logprobs=20,
                   structured_outputs={"choice": ["abcd", "efghi"]})
     answer = httpx.post(server.url + TEXT, json=body, timeout=60)
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 3, answer.text
@@ -132,9 +133,14 @@ def test_what_stays_within_all_limits_is_served(server: LiveServer) -> None:
     assert httpx.post(server.url + CHAT, json=chat, timeout=60).status_code == 200
 
 
-def connect(server: LiveServer) -> socket.socket:
+def connect(server: LiveServer, receive_buffer: int | None = None) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
+    raw = socket.socket()
+    raw.settimeout(30)
+    if receive_buffer is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    raw.connect((host, int(port)))
+    return raw
 
 
 def head(length: int) -> bytes:
@@ -175,15 +181,15 @@ def test_slow_bodies_and_idle_connections(server: LiveServer) -> None:
 
 def test_a_reader_that_leaves_too_much_unread(server: LiveServer) -> None:
     body = json.dumps({"model": LONG_NAME, "prompt": "a", "n": 3, "max_tokens": 4000, "ignore_eos": True,
-                       "logprobs": 100, "stream": True}).encode()
-    with connect(server) as raw:
+                       "logprobs": VOCABULARY, "stream": True}).encode()
+    with connect(server, receive_buffer=4096) as raw:
         raw.sendall(head(len(body)) + body)
         server.wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 3, 30)
         server.wait_idle(60)  # long before 4000 tokens
         generated = server.metrics()["vllm:generation_tokens_total"]
         answer = read_all(raw)
     assert b"more than 262144 tokens" in answer and answer.rstrip(b"\r\n0").endswith(b"data: [DONE]")
-    assert generated < 3 * 2000
+    assert generated < 3 * 1000
 
 
 def test_more_connections_than_allowed(server: LiveServer) -> None:
@@ -210,6 +216,9 @@ def test_limits_in_one_process() -> None:
     by_default = InputProcessor(None, max_model_len=20, vocab_size=100, max_n=EngineConfig().max_n)
     with pytest.raises(RequestError, match=r"best_of must be at most 128 \(--max-n\)"):
         by_default.process("r", [5], SamplingParams(best_of=129))
+    with pytest.raises(RequestError, match=r"logprobs must be at most 100 \(--max-logprobs\)"):  # the vocabulary
+        InputProcessor(None, max_model_len=20, vocab_size=100, max_logprobs=1000).process(
+            "r", [5], SamplingParams(logprobs=101))
     with pytest.raises(RequestError, match="stop_token_ids may hold at most 2 ids"):
         inputs.process("r", [5], SamplingParams(stop_token_ids=[1, 2, 3]))
     assert len(inputs.process("r", [5], SamplingParams(n=2, stop_token_ids=[1, 2])).sequences) == 2

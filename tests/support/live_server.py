@@ -97,7 +97,7 @@ class LiveServer:
 
     def metrics(self) -> dict[str, float]:
         """Sample name, with the finish reason if there is one, to value."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         return {" ".join([sample.name, *([sample.labels["finished_reason"]]
                                          if "finished_reason" in sample.labels else [])]): sample.value
                 for family in text_string_to_metric_families(text) for sample in family.samples
