@@ -8,7 +8,7 @@ SHELL := /bin/bash
 PY ?= python3
 PY312 ?= $(firstword $(foreach p,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python),\
 	$(shell $(p) -c 'import sys; sys.version_info[:2] == (3, 12) and print(sys.executable)' 2>/dev/null)))
-# Two processes share the quick tests, a file at a time: a server per module stays one server.
+# Two processes share the quick tests, a file at a time, in the order of tests/support/rooms.py.
 TWO = -n 2 --dist loadfile
 ARGS ?=
 WORKLOAD ?=

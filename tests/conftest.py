@@ -12,9 +12,11 @@ from jaxpaged.core.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from jaxpaged.engine.llm import LLM
+    from tests.support.live_server import LiveServer
     from tests.support.tiny_engine import MakeEngine
 
 ROOT = Path(__file__).resolve().parents[1]
+pytest_plugins = ["tests.support.rooms"]
 
 # One cache for the whole run, child processes included, and none of it in the user's own. Set before JAX is imported.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache-test"))
@@ -36,6 +38,15 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[LiveServer]":
+    """The server as it starts without a flag; shared by the files that `SAME_WORKER` keeps together."""
+    from tests.support.live_server import LiveServer
+
+    with LiveServer(tmp_path_factory.mktemp("server") / "log") as live:
+        yield live.wait_ready()
+
+
+@pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny model."""
     from tests.support.tiny_llama import write_model
@@ -52,31 +63,32 @@ def make_engine(model_path: Path) -> "Iterator[MakeEngine]":
         yield make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llm(model_path: Path) -> "Iterator[LLM]":
-    """The tiny model, with room for all that a test asks."""
+    """The tiny model, with room for all that a test asks; shared, so it must be left as it was found."""
     from jaxpaged.engine.llm import LLM
-    from tests.support.tiny_llama import ENGINE_ARGS
+    from tests.support.tiny_llama import COMPILED_ARGS
 
-    with LLM(str(model_path), **ENGINE_ARGS) as found:
+    with LLM(str(model_path), **COMPILED_ARGS) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def few_blocks(model_path: Path) -> "Iterator[LLM]":
     """The same with so few blocks that requests are preempted."""
     from jaxpaged.engine.llm import LLM
     from tests.support.tiny_engine import FEW_BLOCKS
-    from tests.support.tiny_llama import ENGINE_ARGS
+    from tests.support.tiny_llama import COMPILED_ARGS
 
-    with LLM(str(model_path), **ENGINE_ARGS | FEW_BLOCKS) as found:
+    with LLM(str(model_path), **COMPILED_ARGS | FEW_BLOCKS) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the native kernels are compiled, once for the whole run."""
-    return tmp_path_factory.mktemp("native")
+    """Where the native kernels are compiled, once for all processes of the run."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "native"
 
 
 @pytest.fixture(scope="session")

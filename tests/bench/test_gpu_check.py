@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -15,6 +17,17 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+def test_sections_work_without_a_gpu(tmp_path: Path) -> None:
+    """Those that are quick; the slow tests run all of them."""
+    file = tmp_path / "check.json"
+    run("--smoke", "--json", str(file), "--only", "device", "engine")
+    lines = json.loads(file.read_text())
+    assert not [line for line in lines if "error" in line or line.get("ok") is False], lines
+    assert {line["section"] for line in lines} == {"device", "engine"}
+    assert "engine, 4 requests" in {line["name"] for line in lines}
+
+
+@pytest.mark.slow
 def test_every_section_finds_something(tmp_path: Path) -> None:
     file = tmp_path / "check.json"
     table = run("--smoke", "--json", str(file)).split("\n\n")[-1]

@@ -16,7 +16,7 @@ from jaxpaged.core.errors import ConfigError
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.memory_plan import BLOCK_MULTIPLE, GIB, RESERVE_BYTES, MemoryPlan, plan_memory
 from jaxpaged.execution.gpu_targets import GPUS
-from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, write_model
+from tests.support.tiny_llama import CONFIG, write_model
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "dtype": "bfloat16",
           "tie_word_embeddings": False}
@@ -96,7 +96,7 @@ def test_published_sizes(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_engine_allocates_what_was_planned(flags: dict[str, Any], tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     path = write_model(tmp_path / "model")
-    given = {**{key: value for key, value in ENGINE_ARGS.items() if key != "num_gpu_blocks_override"}, **flags}
+    given = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **flags}
     argv = [item for key, value in given.items() for item in (f"--{key.replace('_', '-')}", str(value))]
     planned = plan(capsys, str(path), "--device", "cpu", *argv)
     lines: list[str] = []

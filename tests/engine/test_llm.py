@@ -351,7 +351,8 @@ def test_a_missing_model_and_too_long_a_context(model_path: Path, tmp_path: Path
 
 
 def test_a_shorter_context_can_be_asked_for(model_path: Path) -> None:
-    with LLM(model=str(model_path), max_model_len=32, max_num_batched_tokens=2, max_num_seqs=2) as llm:
+    with LLM(model=str(model_path), max_model_len=32, max_num_batched_tokens=2, max_num_seqs=2,
+             enforce_eager=True) as llm:
         assert llm.info.max_model_len == 32
         with pytest.raises(ContextLengthError):
             llm.generate([[1] * 30], GREEDY, use_tqdm=False)
@@ -361,8 +362,7 @@ def test_a_shorter_context_can_be_asked_for(model_path: Path) -> None:
 def test_a_priority_for_each_prompt(llm: LLM, model_path: Path) -> None:
     """With two slots: those of the smallest numbers are let in first."""
     prompts = [random_prompt(20, seed) for seed in range(6)]
-    with LLM(model=str(model_path), **ENGINE_ARGS | {"max_num_seqs": 2}, scheduling_policy="priority",
-             enforce_eager=True) as urgent:
+    with LLM(model=str(model_path), **ENGINE_ARGS | {"max_num_seqs": 2}, scheduling_policy="priority") as urgent:
         outputs = urgent.generate(prompts, GREEDY, use_tqdm=False, priority=[5, 4, 3, 2, 1, 0])
         check_greedy(outputs)
         began = [output.metrics.first_scheduled_time for output in outputs if output.metrics]

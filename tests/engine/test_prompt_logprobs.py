@@ -18,7 +18,7 @@ from tests.support.tiny_llama import CONFIG, CONTEXT, ENGINE_ARGS, Reference, ra
 REFERENCE = Reference(CONFIG, random_weights())
 ENGINES: dict[str, dict[str, Any]] = {
     "chunks of 16": {}, "chunks of 7": {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 10},
-    "one chunk": {"max_num_batched_tokens": 128, "enforce_eager": True},
+    "one chunk": {"max_num_batched_tokens": 128},
 }
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100)
 

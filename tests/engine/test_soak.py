@@ -11,7 +11,7 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
-from tests.support.tiny_llama import ENGINE_ARGS, EOS, random_prompt, write_model
+from tests.support.tiny_llama import COMPILED_ARGS, EOS, random_prompt, write_model
 
 
 def resident_bytes() -> int:
@@ -28,7 +28,7 @@ class Soak:
     def __init__(self, path: Path) -> None:
         self.engine = Engine(EngineConfig.from_kwargs(
             model=str(path), preemption_mode="swap", swap_space="0.0002",
-            **ENGINE_ARGS | {"num_gpu_blocks_override": 10}))
+            **COMPILED_ARGS | {"num_gpu_blocks_override": 10}))
         self.draw = random.Random(0)
         self.live: set[str] = set()
         self.ended = 0

@@ -51,7 +51,8 @@ def test_a_small_pool_generates_the_same_tokens(
     make_engine: MakeEngine, undisturbed: tuple[dict[str, list[int]], int], mode: str, caching: bool
 ) -> None:
     space = {"swap_space": "0.01G"} if mode == "swap" else {}
-    engine = make_engine(**FEW_BLOCKS, preemption_mode=mode, enable_prefix_caching=caching, **space)
+    engine = make_engine(**FEW_BLOCKS, preemption_mode=mode, enable_prefix_caching=caching, enforce_eager=False,
+                         **space)
     ids, computed = run(engine, REQUESTS)
     stats = engine.stats()
     assert ids == undisturbed[0]

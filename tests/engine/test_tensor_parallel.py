@@ -19,6 +19,7 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution.sharding import Partition, padded, partition_of, possible_sizes
 from jaxpaged.models.config import ModelConfig, uniform_layers
+from tests.support.live_server import flags_of
 from tests.support.sameness import compare_ids
 from tests.support.sharded_process import ROOT, run_cases
 from tests.support.tiny_llama import CONFIG, Reference, random_prompt, random_weights, write_model
@@ -27,7 +28,8 @@ from tests.support.tiny_llama import CONFIG, Reference, random_prompt, random_we
 TINY: dict[str, Any] = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
                                  "intermediate_size": 90}
 LAYERS, MODEL_DIM = TINY["num_hidden_layers"], TINY["hidden_size"]
-SIZES = (1, 2, 4, 8)
+QUICK_SIZES = (1, 2, 8)
+SIZES = (*QUICK_SIZES, pytest.param(4, marks=pytest.mark.slow))
 TOKENS, SEQS = 7, 4
 # Prompts in chunks, and too few blocks for what runs at once.
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS, "num_gpu_blocks_override": 10}
@@ -53,15 +55,27 @@ FULL = [
 ]
 
 
+class Results(dict[int, dict[str, Any]]):
+    """What a number of devices gives, computed when it is asked for; for the quick tests in one process."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        self._model = str(model)
+
+    def __missing__(self, size: int) -> dict[str, Any]:
+        sizes = QUICK_SIZES if size in QUICK_SIZES else (size,)
+        # Compiled in full for two devices; for the others, to save time, as far as it is used.
+        cases = [{"size": size, "engine": {"model": self._model, "enforce_eager": size != 2, **ENGINE}, "update": True,
+                  "collectives": ["forward", "sample", *["sample_full", "prompt_logprobs"] * (size == 2)],
+                  "requests": GREEDY + SAMPLED + FULL} for size in sizes]
+        self.update(zip(sizes, run_cases(cases), strict=True))
+        return self[size]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The tiny model on 1, 2, 4 and 8 devices."""
-    model = str(write_model(tmp_path_factory.mktemp("sharded") / "model", TINY))
-    # Compiled in full for two devices; for the others, to save time, as far as it is used.
-    cases = [{"size": size, "engine": {"model": model, "enforce_eager": size != 2, **ENGINE}, "update": True,
-              "collectives": ["forward", "sample", *["sample_full", "prompt_logprobs"] * (size == 2)],
-              "requests": GREEDY + SAMPLED + FULL} for size in SIZES]
-    return dict(zip(SIZES, run_cases(cases), strict=True))
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The tiny model on several numbers of devices."""
+    return Results(write_model(tmp_path_factory.mktemp("sharded") / "model", TINY))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -109,10 +123,9 @@ def test_the_plan_tells_what_each_device_holds(results: dict[int, dict[str, Any]
                                                size: int = 8) -> None:
     """The command, against the arrays: with padding, and two devices to each KV head."""
     write_model(tmp_path / "model", TINY)
-    flags = [item for name, value in ENGINE.items() for item in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
         [sys.executable, "-m", "jaxpaged.plan", str(tmp_path / "model" / "config.json"), "--device", "cpu", "-tp",
-         str(size), *flags, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+         str(size), *flags_of(ENGINE), "--json"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     plan, result = json.loads(done.stdout), results[size]
     assert {plan["weight_bytes"]} == set(result["weights"]) and {plan["pool_bytes"]} == set(result["pools"])
@@ -159,6 +172,7 @@ def test_no_program_moves_logits(results: dict[int, dict[str, Any]], size: int =
                 assert of_the_model or len(sizes) == 1 or from_each <= 64, (name, kind, shapes)
 
 
+@pytest.mark.slow
 def test_smollm2_on_three_devices(smollm2_path: Path) -> None:
     """Nine heads and three KV heads, from GGUF, against transformers."""
     rows = json.loads((Path(__file__).parents[1] / "support" / "data" / "reference_smollm2.json").read_text())[:3]

@@ -16,7 +16,7 @@ import openai
 import pytest
 from tokenizers import pre_tokenizers
 
-from tests.support.live_server import ROOT, LiveServer
+from tests.support.live_server import ROOT, LiveServer, flags_of
 from tests.support.tiny_llama import CONFIG, EOS, Reference, random_weights, write_model
 
 FLAGS: dict[str, Any] = {"tensor_parallel_size": 2, "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 8,
@@ -33,9 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    flags = [item for name, value in FLAGS.items()
-             for item in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))]
-    with LiveServer(model.parent / "log", str(model), "--served-model-name", "m", *flags) as live:
+    with LiveServer(model.parent / "log", str(model), "--served-model-name", "m", *flags_of(FLAGS)) as live:
         yield live.wait_ready()
 
 

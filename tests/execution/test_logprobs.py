@@ -101,7 +101,7 @@ def test_logprobs_are_the_models_own_before_temperature_and_cuts(llm: LLM, few_b
 
 
 def test_processed_logprobs_are_those_of_what_is_drawn_from(model_path: Path) -> None:
-    with LLM(str(model_path), **ENGINE_ARGS, logprobs_mode="processed_logprobs", enforce_eager=True) as llm:
+    with LLM(str(model_path), **ENGINE_ARGS, logprobs_mode="processed_logprobs") as llm:
         greedy, cut = run(llm, [PROMPTS[0], PROMPTS[3]], [PARAMS[0], PARAMS[3]])
     check(PROMPTS[0], greedy, 5)
     logits = REFERENCE.logits([*PROMPTS[3], *cut.token_ids])[len(PROMPTS[3]) - 1 : -1]
@@ -161,6 +161,6 @@ def test_more_alternatives_than_allowed(llm: LLM, count: int) -> None:
 
 @pytest.mark.slow
 def test_the_limit_can_be_raised(model_path: Path) -> None:
-    with LLM(str(model_path), **ENGINE_ARGS, max_logprobs=100, enforce_eager=True) as llm:
+    with LLM(str(model_path), **ENGINE_ARGS, max_logprobs=100) as llm:
         params = SamplingParams(logprobs=100, temperature=0, max_tokens=3)
         check(PROMPTS[1], run(llm, PROMPTS[1:2], [params])[0], 100)

@@ -14,7 +14,7 @@ import pytest
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.errors import NotSupportedError, RequestError
 from tests.support.live_server import LiveServer
-from tests.support.tiny_llama import ENGINE_ARGS, random_prompt, write_model
+from tests.support.tiny_llama import COMPILED_ARGS, ENGINE_ARGS, random_prompt, write_model
 
 # More than 64 tokens take several rounds of the program, more than 16 several steps.
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127)
@@ -42,7 +42,7 @@ def expected(model: Path) -> dict[str, list[np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(model=str(model), enable_embeddings=True, **ENGINE_ARGS) as found:
+    with LLM(model=str(model), enable_embeddings=True, **COMPILED_ARGS) as found:
         yield found
 
 
@@ -78,7 +78,8 @@ def test_what_is_refused(llm: LLM, model: Path) -> None:
 
 def test_over_http(model: Path, expected: dict[str, list[np.ndarray]], tmp_path: Path) -> None:
     with LiveServer(tmp_path / "log", str(model), "--served-model-name", "m", "--max-num-seqs", "4",
-                    "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "33", "--enable-embeddings") as live:
+                    "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "33", "--enable-embeddings",
+                    "--enforce-eager") as live:
         live.wait_ready()
         client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="EMPTY", max_retries=0)
         answer = client.embeddings.create(model="m", input=PROMPTS[:5])  # which asks for base64 and reads it

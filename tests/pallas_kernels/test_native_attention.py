@@ -292,7 +292,7 @@ def test_any_shape(data: st.DataObject) -> None:
           share=share)
 
 
-@pytest.mark.parametrize("vectors", FLAGS)
+@pytest.mark.parametrize("vectors", ["AVX2", pytest.param("SSE", marks=pytest.mark.slow)])
 def test_narrower_vectors(vectors: str, tmp_path: Path) -> None:
     """What this machine compiles for CPUs that have less, in a process of its own."""
     code = f"""

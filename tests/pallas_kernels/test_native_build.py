@@ -91,7 +91,7 @@ def test_a_second_process_reads_the_program_from_the_persistent_cache(tmp_path: 
 def test_the_engine_says_why_it_runs_on_xla_and_refuses_where_native_is_demanded(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "model")
-    kwargs: dict[str, Any] = {"model": str(model), **ENGINE_ARGS, "enforce_eager": True}
+    kwargs: dict[str, Any] = {"model": str(model), **ENGINE_ARGS}
     for part in ("cpu_attention", "cpu_linear"):
         with pytest.raises(ConfigError, match="float32"):
             Engine(EngineConfig(**kwargs | {part: "native", "dtype": "bfloat16"}))

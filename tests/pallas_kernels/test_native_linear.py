@@ -110,7 +110,7 @@ def test_infinite_weights_meet_zeros_as_in_ieee() -> None:
     assert np.isnan(linear(x, [w])[0]).all() and np.isnan(transposed(x, np.ascontiguousarray(w.T))).all()
 
 
-@pytest.mark.parametrize("vectors", FLAGS)
+@pytest.mark.parametrize("vectors", ["AVX2", pytest.param("SSE", marks=pytest.mark.slow)])
 def test_narrower_vectors(vectors: str, tmp_path: Path) -> None:
     """What this machine compiles for CPUs that have less, in a process of its own."""
     code = f"""

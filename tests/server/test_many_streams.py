@@ -19,7 +19,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder: Path = tmp_path_factory.mktemp("streams")
     with LiveServer(folder / "log", str(write_counting_model(folder / "model")), "--max-num-seqs", "64",
                     "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "600",
-                    "--disable-access-log") as live:
+                    "--disable-access-log", "--enforce-eager") as live:
         yield live.wait_ready()
 
 

@@ -25,7 +25,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     model = write_scripted_model(folder / "model", SCRIPTS, endless=["loop"], context=8192)
     with LiveServer(folder / "log", str(model), "--served-model-name", "m", "alias", "--max-num-seqs", "4",
                     "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "600", "--api-key", "sesame",
-                    "--reasoning-parser", "qwen3", "--enable-reset-prefix-cache", "--swap-space", "0.01") as live:
+                    "--reasoning-parser", "qwen3", "--enable-reset-prefix-cache", "--swap-space", "0.01",
+                    "--enforce-eager") as live:
         yield live.wait_ready()
 
 

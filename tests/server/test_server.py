@@ -25,9 +25,8 @@ EMOJI = [{"role": "user", "content": "Repeat exactly: 🎉🎊 naïve café 你�
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(tmp_path_factory.mktemp("server") / "log") as live:
-        yield live.wait_ready()
+def server(smollm2_server: LiveServer) -> LiveServer:
+    return smollm2_server
 
 
 @pytest.fixture(scope="module")

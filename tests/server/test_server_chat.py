@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     model = write_scripted_model(folder / "model", SCRIPTS)
     with LiveServer(folder / "log", str(model), "--served-model-name", "m", "--max-num-seqs", "4",
                     "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "600", "--enable-auto-tool-choice",
-                    "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3") as live:
+                    "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--enforce-eager") as live:
         yield live.wait_ready()
 
 

@@ -24,6 +24,7 @@ from tests.support.live_server import ROOT, LiveServer, write_tiny_model
 SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "600",
          "--served-model-name", "tiny", "alias")
 LONG = {"prompt": "abc", "max_tokens": 2500, "ignore_eos": True}
+READ_TO_THE_END = 1500  # tokens, for tests that wait for all of them
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Any]:
     servers: list[LiveServer] = []
 
     def start_one(*arguments: str) -> LiveServer:
-        server = LiveServer(tmp_path / f"log{len(servers)}", str(model), *SMALL, *arguments)
+        server = LiveServer(tmp_path / f"log{len(servers)}", str(model), *SMALL, "--enforce-eager", *arguments)
         servers.append(server)
         return server
 
@@ -46,9 +47,10 @@ def start(model: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def long_stream(server: LiveServer) -> Iterator[Iterator[str]]:
+def long_stream(server: LiveServer, max_tokens: int = 2500) -> Iterator[Iterator[str]]:
     """The lines of a stream that goes on for seconds, once it has begun."""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as response:
+    body = {**LONG, "max_tokens": max_tokens, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
@@ -83,7 +85,7 @@ def gone(server: LiveServer) -> bool:
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start: Any) -> None:
     server = start().wait_ready()
     host, port = server.url.removeprefix("http://").split(":")
-    with long_stream(server) as lines, socket.create_connection((host, int(port)), timeout=30) as half:
+    with long_stream(server, READ_TO_THE_END) as lines, socket.create_connection((host, int(port)), timeout=30) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
                      b'content-length: 100\r\n\r\n{"prompt"')
         for number in (signal.SIGINT, signal.SIGTERM):  # terminals and supervisors signal all processes of a service
@@ -171,7 +173,7 @@ def test_a_hung_engine_turns_health_red_and_a_killed_server_leaves_none_behind(s
     server = start("--engine-timeout", "2").wait_ready()
     time.sleep(2.5)  # idle is not hung
     assert httpx.get(f"{server.url}/health").status_code == 200
-    with long_stream(server) as lines:
+    with long_stream(server, READ_TO_THE_END) as lines:
         server.engine.suspend()
         try:
             server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 4)

@@ -21,9 +21,8 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer i
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(tmp_path_factory.mktemp("server") / "log", "--max-model-len", "1024") as live:
-        yield live.wait_ready()
+def server(smollm2_server: LiveServer) -> LiveServer:
+    return smollm2_server
 
 
 @pytest.fixture(scope="module")

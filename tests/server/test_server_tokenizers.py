@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.llm import LLM
 from jaxpaged.text.tokenizer import Tokenizer
-from tests.support.live_server import LiveServer
+from tests.support.live_server import LiveServer, flags_of
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, random_weights
 from tests.support.tiny_tokenizers import CONTROL, byte_level_metadata, metaspace, sentencepiece_metadata, wrap
 
@@ -108,8 +108,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert len(tokenizer.hf) <= VOCAB
     (model / "config.json").write_text(json.dumps(config))
     save_file(random_weights(config), model / "model.safetensors")
-    flags = [text for name, value in ENGINE_ARGS.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    with LiveServer(folder / "log", str(model), *flags) as live:
+    with LiveServer(folder / "log", str(model), *flags_of(ENGINE_ARGS)) as live:
         live.wait_ready()
         with httpx.Client(base_url=live.url, timeout=60) as http:
             yield Served(request.param, model, http, AutoTokenizer.from_pretrained(model))

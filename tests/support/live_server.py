@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import openai
@@ -43,6 +43,12 @@ def write_tiny_model(folder: Path, *, context: int = 4096) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_weights(config), folder / "model.safetensors")
     return folder
+
+
+def flags_of(args: Mapping[str, Any]) -> list[str]:
+    """The command line's flags for arguments of an EngineConfig."""
+    return [item for name, value in args.items() if value is not False
+            for item in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))]
 
 
 class LiveServer:

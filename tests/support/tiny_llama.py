@@ -24,8 +24,12 @@ from tests.support.sameness import compare_ids
 CONTEXT, VOCAB, EOS = 128, 257, 256
 CONFIG = {**tiny_gguf.CONFIG, "vocab_size": VOCAB, "eos_token_id": EOS, "max_position_embeddings": CONTEXT}
 
-# Few and small programs. Engines of the same sizes find them in the cache that all tests share.
-ENGINE_ARGS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 33}
+# Few and small programs, compiled as far as a test uses them. Engines of the same sizes find them in the cache that all
+# tests share.
+ENGINE_ARGS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 33,
+                               "enforce_eager": True}
+# For tests of what compiles when: everything at the start, as by default.
+COMPILED_ARGS: dict[str, Any] = ENGINE_ARGS | {"enforce_eager": False}
 
 
 def random_weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:

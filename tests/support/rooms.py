@@ -1,0 +1,107 @@
+"""How the tests are shared out between processes, and what each room costs: a plugin of pytest.
+
+Files are the units of work, the longest first, so that all processes end at about the same time. Every run ends with a
+table of the seconds that each room took.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+# Files that start first, the longest first; all others take seconds.
+LONGEST = (
+    "server/test_server.py",
+    "server/test_server_life.py",
+    "engine/test_tensor_parallel.py",
+    "execution/test_aot_programs.py",
+    "execution/test_gpu_compile.py",
+    "models/test_models.py",
+    "engine/test_engine.py",
+    "pallas_kernels/test_gpu_attention.py",
+    "engine/test_reference_parity.py",
+    "server/test_server_tokenizers.py",
+    "commands/test_plan.py",
+    "loading/test_orbax.py",
+    "engine/test_host_cost.py",
+    "engine/test_async_llm.py",
+    "pallas_kernels/test_native_linear.py",
+    "engine/test_llm.py",
+    "pallas_kernels/test_paged_attention.py",
+    "server/test_server_odd.py",
+    "server/test_server_chat.py",
+    "engine/test_swap.py",
+    "commands/test_compile.py",
+    "engine/test_tensor_parallel_live.py",
+    "server/test_many_streams.py",
+    "server/test_page.py",
+    "engine/test_shared_device.py",
+    "bench/test_gpu_check.py",
+    "engine/test_slow_prefill.py",
+)
+# Files that run in the process of another one, behind it, because they share a server.
+SAME_WORKER = {"server/test_server_parameters.py": "server/test_server.py"}
+
+
+def file_of(node_id: str) -> str:
+    """The file of a test, from tests/ on."""
+    return node_id.split("::", 1)[0].removeprefix("tests/")
+
+
+def room_of(node_id: str) -> str:
+    """The folder of a test; "." for what looks at the whole tree."""
+    return str(PurePosixPath(file_of(node_id)).parent)
+
+
+class LongestFirst(LoadFileScheduling):
+    """A unit of work is a file, with those that must run in the same process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = file_of(nodeid)
+        return SAME_WORKER.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst | None:
+    """For `--dist loadfile`."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # by number of tests
+    return LongestFirst(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    ranks = {file: rank for rank, file in enumerate(LONGEST)}
+
+    def rank_of(item: pytest.Item) -> int:
+        file = file_of(item.nodeid)
+        return ranks.get(SAME_WORKER.get(file, file), len(ranks))
+
+    items.sort(key=rank_of)
+
+
+def seconds_by_room(reports: Iterable[Any]) -> dict[str, tuple[int, float]]:
+    """Tests and seconds of each room, fixtures included, the longest first."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, set[str]] = defaultdict(set)
+    for report in reports:
+        if isinstance(report, pytest.TestReport):
+            room = room_of(report.nodeid)
+            seconds[room] += report.duration
+            tests[room].add(report.nodeid)
+    return {room: (len(tests[room]), seconds[room]) for room in sorted(seconds, key=lambda room: -seconds[room])}
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table, where more than one room was tested."""
+    rooms = seconds_by_room(report for reports in terminalreporter.stats.values() for report in reports)
+    if len(rooms) < 2:
+        return
+    total = sum(spent for _, spent in rooms.values())
+    terminalreporter.section("seconds per room")
+    for room, (count, spent) in rooms.items():
+        terminalreporter.write_line(f"{room:16} {count:5} tests {spent:8.1f} s {spent / total:6.1%}")
+    terminalreporter.write_line(f"{'all':16} {sum(count for count, _ in rooms.values()):5} tests {total:8.1f} s")
