@@ -88,7 +88,7 @@ def compile_rows(gpu_name: str, models: tuple[str, ...], layers: int) -> list[Ro
     with aot.no_persistent_cache():
         for model in models:
             programs, layout = engine_programs(MODELS[model], device, layers)
-            shapes = replace(layout.cache, num_layers=layers).shapes(layout.shape.num_blocks)
+            shapes = replace(layout.cache, num_strips=layers).shapes(layout.shape.num_blocks)
             pools = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)]
             for program in PROGRAMS:
                 rows.append(_row(programs, program, pools, gpu, model, layers))
@@ -115,8 +115,9 @@ def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) 
     source = model_of(config, hf, device.platform)
     layout = layout_of(config, source, device, lambda line: None, compiling=False)
     cut = source.define(source.config.with_layers(layers), layout.partition)
+    cache = replace(layout.cache, num_strips=cut.config.kv_layout.num_strips)
     programs = ProgramSet(
-        cut.graph, cut.shapes, cut.config, replace(layout.cache, num_layers=layers), layout.shape, axes=cut.axes,
+        cut.graph, cut.shapes, cut.config, cache, layout.shape, axes=cut.axes,
         placement=Placement.of(device.devices, layout.partition), vocab_size=cut.vocab_size, dtype=layout.dtype,
         platform=device.platform, gpu_attention=config.gpu_attention)
     return programs, layout

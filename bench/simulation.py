@@ -111,7 +111,7 @@ class _Reserved(FcfsPolicy):
 
     def growth_blocks(self, request: Request, block_size: int) -> int:
         reserved = -(-self._tokens(request.message) // block_size)
-        return max(0, reserved - max(len(request.block_table), -(-request.num_tokens // block_size)))
+        return max(0, reserved - max(request.num_blocks, -(-request.num_tokens // block_size)))
 
 
 def _maximum(message: EngineRequest) -> int:

@@ -177,8 +177,8 @@ class ModelConfig:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """Where the keys and values of each layer lie. All layers keep all tokens so far, whatever they see."""
-        return make_layout((None,) * len(self.layers))
+        """Where the keys and values of each layer lie."""
+        return make_layout(tuple(spec.window for spec in self.attention))
 
     @property
     def num_kv_heads(self) -> int:

@@ -7,6 +7,7 @@ front end. Times are seconds of `time.monotonic()`, which all processes of one m
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jaxpaged.core.kv_groups import UNBOUNDED, KVGroup
 from jaxpaged.core.outputs import FinishReason
 from jaxpaged.core.sampling_params import SamplingParams
 
@@ -160,6 +161,8 @@ class EngineInfo:
 
     Attributes:
         num_programs: programs that it may need.
+        num_blocks: units of the KV pool; with one KV group, blocks.
+        kv_capacity: tokens of the longest request that fits the KV pool.
         num_compiled: programs compiled or loaded at the start: all, unless it compiles lazily.
     """
 
@@ -178,17 +181,20 @@ class EngineInfo:
     kv_cache_bytes: int
     start_seconds: float
     eos_token_ids: tuple[int, ...] = ()
+    kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+    kv_capacity: int = 0
     num_host_blocks: int = 0
     attention: str = ""
     num_compiled: int = 0
 
     def summary(self) -> str:
         """The start-up line for the user."""
-        tokens = (self.num_blocks - 1) * self.block_size  # the null block holds none
+        tokens = f"{self.kv_capacity:,} tokens" if self.kv_capacity < UNBOUNDED // 2 else "requests of any length"
+        groups = f" in {len(self.kv_groups)} groups" if len(self.kv_groups) > 1 else ""
         return (
             f"{self.model} ({self.architecture}) on {self.device}, {self.dtype}: "
             f"weights {self.weight_bytes / 2**20:,.0f} MiB, "
-            f"{self.num_blocks:,} KV blocks of {self.block_size} hold {tokens:,} tokens "
+            f"{self.num_blocks:,} KV blocks of {self.block_size}{groups} hold {tokens} "
             f"({self.kv_cache_bytes / 2**20:,.0f} MiB), context {self.max_model_len:,}, "
             f"attention by {self.attention}, {self.num_programs} programs, ready in {self.start_seconds:.1f} s"
         )

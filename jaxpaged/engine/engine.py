@@ -54,12 +54,13 @@ class Engine:
         self.info: EngineInfo = ready.info
         self._context = ContextWindow(ready.info.max_model_len)
         self._runner: ModelRunner = ready.runner
-        self._pool = BlockPool(ready.info.num_blocks)
+        self._pool = BlockPool(ready.info.num_blocks, [group.width for group in ready.info.kv_groups])
         host_blocks = ready.info.num_host_blocks
         self._host = HostTier(host_blocks, ready.shape.transfer_sizes) if host_blocks else None
         self._scheduler = Scheduler(
             self._pool,
             block_size=ready.info.block_size,
+            groups=ready.info.kv_groups,
             max_num_seqs=ready.info.max_num_seqs,
             max_num_batched_tokens=ready.info.max_num_batched_tokens,
             step_sizes=ready.shape.sizes,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE
+from jaxpaged.core.kv_groups import UNBOUNDED, KVGroup, max_tokens, units_for
 from jaxpaged.models.config import ModelConfig
 
 GIB = 2**30
@@ -18,8 +19,11 @@ class MemoryPlan:
     Attributes:
         memory_bytes: the device's total memory, or what the process may use on CPU.
         allowed_bytes: the share of it that may be used.
-        block_bytes: one device's part of one block in all layers, keys and values.
+        block_bytes: one device's part of one unit of the pool, keys and values.
+        num_blocks: units; with one KV group, blocks.
         kv_bytes_per_token: of all layers and KV heads, over all devices.
+        groups: KV groups of the model.
+        max_chunk: maximum number of tokens of a request in one step.
     """
 
     num_devices: int
@@ -32,6 +36,8 @@ class MemoryPlan:
     block_bytes: int
     num_blocks: int
     kv_bytes_per_token: int
+    groups: tuple[KVGroup, ...] = (KVGroup(),)
+    max_chunk: int = 1
 
     @property
     def pool_bytes(self) -> int:
@@ -49,12 +55,12 @@ class MemoryPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit the pool; the null block holds none."""
-        return max(self.num_blocks - 1, 0) * self.block_size
+        """Tokens of the longest request that fits the pool; the null block holds none."""
+        return max_tokens(self.groups, max(self.num_blocks - 1, 0), self.block_size, self.max_chunk)
 
     def concurrent(self, length: int) -> int:
         """Requests of `length` tokens that fit at once."""
-        return max(self.num_blocks - 1, 0) // -(-length // self.block_size)
+        return max(self.num_blocks - 1, 0) // units_for(self.groups, length, self.block_size, max_chunk=1)
 
     def lines(self, device: str, lengths: tuple[int, ...]) -> list[str]:
         """The plan as text, with the number of concurrent requests of each of these lengths."""
@@ -65,9 +71,19 @@ class MemoryPlan:
             f"  weights {size_text(self.weight_bytes)}, temporaries {size_text(self.temporary_bytes)}, reserve "
             f"{size_text(self.reserve_bytes)}, KV pool {size_text(self.pool_bytes)}",
             f"  KV pool: {self.num_blocks:,} blocks of {self.block_size} tokens, {self.kv_bytes_per_token:,} bytes per "
-            f"token{' over all devices' if self.num_devices > 1 else ''}, {self.tokens:,} tokens",
+            f"token{' over all devices' if self.num_devices > 1 else ''}, {tokens_text(self.tokens)}",
+            *self._group_lines(),
             f"  requests at once, by tokens: {requests}",
         ]
+
+
+    def _group_lines(self) -> list[str]:
+        """What each KV group keeps, where there are several or windows."""
+        if self.groups == (KVGroup(),):
+            return []
+        kept = "; ".join(f"{'all tokens' if group.window is None else f'a window of {group.window:,}'} in "
+                         f"{group.width} unit{'s' if group.width > 1 else ''} per block" for group in self.groups)
+        return [f"  KV groups keep {kept}"]
 
 
 def plan_memory(
@@ -83,6 +99,8 @@ def plan_memory(
     share: float | None,
     pool_bytes: int | None,
     num_blocks: int | None,
+    groups: tuple[KVGroup, ...] = (KVGroup(),),
+    max_chunk: int = 1,
 ) -> MemoryPlan:
     """Plan the pool; all bytes are those of one device, apart from `kv_bytes_per_token`.
 
@@ -107,7 +125,7 @@ def plan_memory(
         count = max(pool_bytes or 0, 0) // block_bytes
         num_blocks = count // BLOCK_MULTIPLE * BLOCK_MULTIPLE or count
     return MemoryPlan(num_devices, memory_bytes, allowed, weight_bytes, temporary_bytes, reserve, block_size,
-                      block_bytes, num_blocks, kv_bytes_per_token)
+                      block_bytes, num_blocks, kv_bytes_per_token, groups, max_chunk)
 
 
 def refusal(plan: MemoryPlan, remedies: list[str]) -> str:
@@ -135,6 +153,11 @@ def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, sampl
     row = 4 * config.model_dim * (itemsize + 4) + 4 * heads * config.head_dim * (itemsize + 4) + \
         3 * -(-mlp_dim // num_devices) * (itemsize + 4)
     return tokens * row + 8 * 4 * samples * -(-config.vocab_size // num_devices) + 2**26
+
+
+def tokens_text(tokens: int) -> str:
+    """The length of the longest request for people; UNBOUNDED where windows alone have to fit."""
+    return f"{tokens:,} tokens" if tokens < UNBOUNDED // 2 else "requests of any length"
 
 
 def size_text(size: int) -> str:

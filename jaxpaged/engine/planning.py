@@ -160,6 +160,7 @@ def make_layout(
     on_cpu = device.platform == "cpu"
     partition = partition_of(model, config.tensor_parallel_size)
     cache = KVCacheSpec.of(model, config.block_size, page_dtype(config.kv_cache_dtype, dtype))
+    groups = model.kv_layout
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     budget = config.max_num_batched_tokens or (256 if on_cpu else 8192)
     max_model_len = _context(config, model)
@@ -171,7 +172,8 @@ def make_layout(
             num_devices=partition.size, memory_bytes=memory_bytes,
             weight_bytes=shard_bytes(whole.shapes, whole.axes, partition), temporary_bytes=temporary_bytes,
             block_size=config.block_size, block_bytes=cache.block_bytes // partition.kv,
-            kv_bytes_per_token=cache.block_bytes // config.block_size, on_cpu=on_cpu,
+            kv_bytes_per_token=cache.block_bytes * groups.column_units // config.block_size, on_cpu=on_cpu,
+            groups=groups.groups, max_chunk=budget,
             share=config.gpu_memory_utilization, pool_bytes=config.kv_cache_memory_bytes, num_blocks=num_blocks,
         )
         shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),

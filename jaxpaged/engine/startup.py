@@ -119,6 +119,8 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
         kv_cache_bytes=layout.memory.pool_bytes,
         start_seconds=time.monotonic() - began,
         eos_token_ids=model.config.eos_token_ids,
+        kv_groups=layout.memory.groups,
+        kv_capacity=layout.memory.tokens,
         num_host_blocks=config.swap_bytes(device.platform) // layout.cache.block_bytes,
         attention=programs.attention,
         num_compiled=programs.num_compiled,
@@ -163,7 +165,7 @@ def programs_of(
     native = choose_native(config, device.platform, layout.dtype, layout.cache.dtype, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
-        replace(layout.cache, num_layers=definition.config.num_layers), layout.shape, axes=definition.axes,
+        replace(layout.cache, num_strips=definition.config.kv_layout.num_strips), layout.shape, axes=definition.axes,
         placement=Placement.of(device.devices, layout.partition), vocab_size=definition.vocab_size, dtype=layout.dtype,
         platform=device.platform, native=native, gpu_attention=config.gpu_attention, store=store)
 

@@ -16,9 +16,9 @@ from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of the pools of one model; the layout is that of `KVPages`."""
+    """Shape of the pools of one model, one per strip of its `KVLayout`; the layout is that of `KVPages`."""
 
-    num_layers: int
+    num_strips: int
     num_kv_heads: int
     head_dim: int
     block_size: int
@@ -26,11 +26,11 @@ class KVCacheSpec:
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, dtype: jnp.dtype) -> "KVCacheSpec":
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(dtype))
+        return cls(config.kv_layout.num_strips, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(dtype))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers: keys, values and scales."""
+        """Bytes of one unit: keys, values and scales in all strips."""
         leaves = jax.tree.leaves(self.shapes(1))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -40,7 +40,7 @@ class KVCacheSpec:
         scale = None
         if is_scaled(self.dtype):
             scale = jax.ShapeDtypeStruct((num_blocks, self.num_kv_heads, self.block_size), jnp.float32)
-        return (KVPages(pool, pool, scale, scale),) * self.num_layers  # type: ignore[arg-type]
+        return (KVPages(pool, pool, scale, scale),) * self.num_strips  # type: ignore[arg-type]
 
     def allocate(
         self, num_blocks: int, sharding: Callable[[PartitionSpec], jax.sharding.Sharding],

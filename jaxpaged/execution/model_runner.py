@@ -99,7 +99,7 @@ class ModelRunner:
         self._pools = pools
         self._host = HostBlocks(programs, programs.host_memory_kind)
         everywhere = programs.placement.sharding()
-        self._block_table = jnp.zeros((slots, shape.table_width), jnp.int32, device=everywhere)
+        self._block_table = jnp.zeros(programs.shapes.table.shape, jnp.int32, device=everywhere)
         self._last_id = jnp.zeros(slots, jnp.int32, device=everywhere)
         self._sampling = jax.device_put(state_of((), slots), everywhere)
         self._vocab_size = programs.num_logits
@@ -144,7 +144,7 @@ class ModelRunner:
             return StepInFlight(whole, whole.num_tokens, None, scored=tuple(scored))
         size = shape.size_for(step.num_tokens, step.num_sampled)
         buffer = pad_step(step, size=size, num_samples=shape.samples_of(size), null_slot=shape.max_num_seqs,
-                          block_size=shape.block_size)
+                          block_size=shape.block_size, units=self._programs.shapes.units)
         logits, self._pools, self._block_table, slot, position = self._programs.get(("forward", size))(
             self._params, self._pools, self._block_table, self._last_id, buffer
         )
@@ -208,7 +208,8 @@ class ModelRunner:
         """Parts of several requests, SCORED_ROWS tokens at most, in one program."""
         offsets = list(accumulate((part.num_tokens for part in parts), initial=0))
         rows = pad_step(SchedulerOutput(tuple(parts), offsets[-1]), size=SCORED_ROWS, num_samples=0,
-                        null_slot=self._shape.max_num_seqs, block_size=self._shape.block_size)
+                        null_slot=self._shape.max_num_seqs, block_size=self._shape.block_size,
+                        units=self._programs.shapes.units)
         if wants_states(parts[0]):
             self._pools, self._block_table, states = self._programs.get(("hidden", SCORED_ROWS))(
                 self._params, self._pools, self._block_table, rows)
@@ -251,10 +252,10 @@ class ModelRunner:
         pairs[:, : len(copies)] = np.array(copies, np.int32).T
         self._pools = self._programs.get(("copy", COPY_BLOCKS))(self._pools, pairs[0], pairs[1])
 
-    def _write_tables(self, tables: Sequence[tuple[int, Sequence[int]]]) -> None:
-        rows = np.zeros((TABLE_ROWS, self._shape.table_width), np.int32)
+    def _write_tables(self, tables: Sequence[tuple[int, Sequence[Sequence[int]]]]) -> None:
+        rows = np.zeros((self._programs.shapes.units, TABLE_ROWS, self._shape.table_width), np.int32)
         slots = np.full(TABLE_ROWS, self._shape.max_num_seqs, np.int32)  # the null slot's row stays zero
-        for row, (slot, blocks) in enumerate(tables):
+        for row, (slot, units) in enumerate(tables):
             slots[row] = slot
-            rows[row, : len(blocks)] = blocks
+            rows[:, row, : len(units[0])] = units
         self._block_table = self._programs.get(("table", TABLE_ROWS))(self._block_table, rows, slots)

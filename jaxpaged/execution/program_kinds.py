@@ -32,6 +32,7 @@ class ArgumentShapes:
         params: shapes of the weights.
         axes: logical axes of the weights, in a tree like `params`.
         num_logits: V, padding for the mesh included.
+        units: U, units of a block in every KV group.
 
     Attributes:
         params, pools: with their shardings.
@@ -40,11 +41,13 @@ class ArgumentShapes:
     """
 
     def __init__(
-        self, params: Params, axes: Params, cache: KVCacheSpec, shape: StepShape, placement: Placement, num_logits: int
+        self, params: Params, axes: Params, cache: KVCacheSpec, shape: StepShape, placement: Placement, num_logits: int,
+        units: int,
     ) -> None:
         self._placement = placement
         self._cache = cache
         self._num_logits = num_logits
+        self.units = units
         self.shape = shape
         self.slots = shape.max_num_seqs + 1
         self.params = jax.tree.map(self._like, params, spec_tree(axes))
@@ -56,7 +59,11 @@ class ArgumentShapes:
         return self._array(shape, jnp.int32)
 
     def table_rows(self, rows: int) -> jax.ShapeDtypeStruct:
-        return self.int32(rows, self.shape.table_width)
+        return self.int32(self.units, rows, self.shape.table_width)
+
+    def packed_step(self, rows: int, samples: int = 0) -> jax.ShapeDtypeStruct:
+        """See `pad_step`."""
+        return self.int32((3 + self.units) * rows + 2 * samples)
 
     def blocks(self, count: int) -> Pools:
         """Pools of `count` blocks."""
@@ -123,7 +130,7 @@ KINDS = {kind.name: kind for kind in (
     ProgramKind(
         "forward", lambda shape: shape.sizes[::-1], StepFunctions.forward,
         lambda at, size: (at.params, at.pools, at.table, at.last_id,
-                          at.int32(4 * size + 2 * at.shape.samples_of(size))),
+                          at.packed_step(size, at.shape.samples_of(size))),
         lambda at: (LOGITS, specs_of(at.pools), REPLICATED, REPLICATED, REPLICATED), donated=(1, 2)),
     ProgramKind(
         "sample_full", StepShape.sample_sizes, lambda functions, _: functions.full_sample(),
@@ -148,7 +155,8 @@ KINDS = {kind.name: kind for kind in (
         lambda at, size: (at.pools, at.int32(size), at.int32(size)), lambda at: specs_of(at.pools), donated=(0,)),
     ProgramKind(
         "prompt_logprobs", lambda shape: (SCORED_ROWS,), StepFunctions.score,
-        lambda at, size: (at.params, at.pools, at.table, at.int32(5 * size)), _prompt_results, donated=(1, 2)),
+        lambda at, size: (at.params, at.pools, at.table, at.int32((4 + at.units) * size)), _prompt_results,
+        donated=(1, 2)),
     ProgramKind(
         "gather", lambda shape: shape.transfer_sizes, lambda functions, _: functions.on_blocks(gather_blocks),
         lambda at, size: (at.pools, at.int32(size)), lambda at: specs_of(at.pools)),
@@ -157,5 +165,5 @@ KINDS = {kind.name: kind for kind in (
         lambda at, size: (at.pools, at.blocks(size), at.int32(size)), lambda at: specs_of(at.pools), donated=(0,)),
     ProgramKind(
         "hidden", lambda shape: (SCORED_ROWS,) * shape.embeddings, StepFunctions.hidden,
-        lambda at, size: (at.params, at.pools, at.table, at.int32(4 * size)), _prompt_results, donated=(1, 2)),
+        lambda at, size: (at.params, at.pools, at.table, at.packed_step(size)), _prompt_results, donated=(1, 2)),
 )}

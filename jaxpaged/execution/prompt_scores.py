@@ -72,8 +72,9 @@ def part_of(chunk: ScheduledChunk, first: int, count: int, block_size: int) -> S
     """`count` tokens of a chunk from its `first` on, and the blocks that begin with them; none of them is sampled."""
     start = chunk.start + first
     begun, end = (-(-position // block_size) + chunk.start // -block_size for position in (start, start + count))
+    blocks = tuple(units[begun:end] for units in chunk.blocks) if begun < end else ()
     return chunk._replace(start=start, token_ids=chunk.token_ids[first : first + count], num_tokens=count,
-                          samples=False, blocks=chunk.blocks[begun:end])
+                          samples=False, blocks=blocks)
 
 
 def runs_of(parts: Iterable[ScheduledChunk]) -> Iterator[list[ScheduledChunk]]:

@@ -74,21 +74,21 @@ class StepFunctions:
         graph, block_size, partition = self.graph, self.shape.block_size, self.placement.partition
         native, target, dtype, cache_dtype = self.native, self.target, self.dtype, self.cache_dtype
         # As one device holds it.
-        config = self.config.part(partition.size, partition.kv)
+        config, units = self.config.part(partition.size, partition.kv), self.config.kv_layout.column_units
         shards, vocab_size = self.placement.vocab_shards, self.vocab_size
 
         def forward(
             params: Params,
             pools: Pools,
-            block_table: jax.Array,  # [slots + 1, width]
+            block_table: jax.Array,  # [U, slots + 1, width]
             last_id: jax.Array,  # [slots + 1]
             packed: jax.Array,
         ) -> tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]:
-            rows = unpack_step(packed, size)
-            column = jnp.where(rows.new_block >= 0, rows.position // block_size, block_table.shape[1])
-            block_table = block_table.at[rows.slot, column].set(rows.new_block, mode="drop")
+            rows = unpack_step(packed, size, units)
+            column = jnp.where(rows.new_block[0] >= 0, rows.position // block_size, block_table.shape[2])
+            block_table = block_table.at[:, rows.slot, column].set(rows.new_block, mode="drop")
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
-            meta = make_metadata(rows.slot, rows.position, block_table[None], config, block_size, dtype=dtype,
+            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size, dtype=dtype,
                                  cache_dtype=cache_dtype, native=native.attention, target=target)
             model = nnx.merge(graph, params)
             if native.linear:
@@ -113,10 +113,10 @@ class StepFunctions:
             params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
         ) -> tuple[Pools, jax.Array, jax.Array]:
             """As a step of `size` rows, all known; log probabilities of the ids [size] at the end of `packed`."""
-            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
-            logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[: 4 * size])
+            no_ids = jnp.zeros(block_table.shape[1], jnp.int32)
+            logits, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed[:-size])
             best = None if target is None else partial(top_tokens, wanted=jnp.ones(size, jnp.bool_), target=target)
-            logprobs = packed_logprobs(logits, packed[4 * size :], num_top, shards, best)
+            logprobs = packed_logprobs(logits, packed[-size:], num_top, shards, best)
             return pools, block_table, logprobs
 
         return score
@@ -129,7 +129,7 @@ class StepFunctions:
             params: Params, pools: Pools, block_table: jax.Array, packed: jax.Array
         ) -> tuple[Pools, jax.Array, jax.Array]:
             """As a step of `size` rows, all known; the head's input of each: [size, D] float32."""
-            no_ids = jnp.zeros(block_table.shape[0], jnp.int32)
+            no_ids = jnp.zeros(block_table.shape[1], jnp.int32)
             states, pools, block_table, _, _ = forward(params, pools, block_table, no_ids, packed)
             return pools, block_table, states
 
@@ -210,5 +210,5 @@ def admit(state: SamplingState, rows: SamplingState, slot: jax.Array) -> Samplin
 
 
 def write_table(block_table: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
-    """The block table with `rows` [n, width] written at `slot` [n]."""
-    return block_table.at[slot].set(rows)
+    """The block tables [U, slots + 1, width] with `rows` [U, n, width] written at `slot` [n]."""
+    return block_table.at[:, slot].set(rows)

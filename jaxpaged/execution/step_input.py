@@ -23,7 +23,7 @@ class StepRows:
         slot: [T] slot of each token.
         position: [T] index of the token in its sequence.
         token_id: [T] id, or IN_FLIGHT.
-        new_block: [T] block that starts with this token, or -1 where none does.
+        new_block: [U, T] units of the block that begins with this token, of all KV groups; -1 where none begins.
         sample_row: [B] rows to sample after; T in padding.
         sample_slot: [B] slots that the sampled tokens belong to; several may sample after one row.
     """
@@ -36,11 +36,15 @@ class StepRows:
     sample_slot: jax.Array
 
 
-def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: int, block_size: int) -> np.ndarray:
+def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: int, block_size: int,
+             units: int = 1) -> np.ndarray:
     """Pad a step to `size` token rows and `num_samples` sampled rows.
 
+    Args:
+        units: U, units of a block in every KV group.
+
     Returns:
-        int32 [4 * size + 2 * num_samples], read-only; see `StepRows` for the parts, in that order.
+        int32 [(3 + U) * size + 2 * num_samples], read-only; see `StepRows` for the parts, in that order.
     """
     assert step.num_tokens <= size, f"{step.num_tokens} tokens do not fit a step of {size}"
     # Column by column: a loop over the chunks in Python, hundreds in a step, would take longer than all of this.
@@ -52,8 +56,9 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
     slot_of = np.array(slots, np.int32)
     sampled = np.array(samples, np.bool_)
 
-    buffer = np.empty(4 * size + 2 * num_samples, np.int32)
-    slot, position, token_id, new_block = buffer[: 4 * size].reshape(4, size)
+    end_rows = (3 + units) * size
+    buffer = np.empty(end_rows + 2 * num_samples, np.int32)
+    slot, position, token_id, *new_block = buffer[:end_rows].reshape(-1, size)
     used = step.num_tokens
     slot[:used] = np.repeat(slot_of, num_tokens)
     slot[used:] = null_slot
@@ -65,15 +70,16 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
     if ids:
         known = begin + np.fromiter(map(len, token_ids), np.int32, len(token_ids))
         token_id[:used][np.arange(used) < np.repeat(known, num_tokens)] = ids
-    new_block[:] = -1
+    buffer[3 * size : end_rows] = -1
     for row, first, taken in zip(begin.tolist(), starts, blocks, strict=True):
         if taken:
             row += -first % block_size
-            new_block[row : row + len(taken) * block_size : block_size] = taken
+            for target, unit in zip(new_block, taken, strict=True):
+                target[row : row + len(unit) * block_size : block_size] = unit
 
     rows = end[sampled] - 1
     assert len(rows) <= num_samples, f"{len(rows)} sampled rows do not fit {num_samples}"
-    sample_row, sample_slot = buffer[4 * size :].reshape(2, num_samples)
+    sample_row, sample_slot = buffer[end_rows:].reshape(2, num_samples)
     sample_row[: len(rows)] = rows
     sample_row[len(rows) :] = size
     sample_slot[: len(rows)] = slot_of[sampled]
@@ -82,8 +88,8 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
     return buffer
 
 
-def unpack_step(buffer: jax.Array, size: int) -> StepRows:
+def unpack_step(buffer: jax.Array, size: int, units: int) -> StepRows:
     """The parts of a buffer from `pad_step`, on the device."""
-    slot, position, token_id, new_block = buffer[: 4 * size].reshape(4, size)
-    sample_row, sample_slot = buffer[4 * size :].reshape(2, -1)
-    return StepRows(slot, position, token_id, new_block, sample_row, sample_slot)
+    rows = buffer[: (3 + units) * size].reshape(3 + units, size)
+    sample_row, sample_slot = buffer[(3 + units) * size :].reshape(2, -1)
+    return StepRows(rows[0], rows[1], rows[2], rows[3:], sample_row, sample_slot)

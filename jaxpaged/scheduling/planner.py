@@ -130,7 +130,7 @@ class StepPlanner:
             if parent.slot >= 0 and self._has_room_for_fork(reserved):
                 self._kv.fork(parent, fork)
                 self._queues.run(fork, parent.scheduled_time or 0.0)
-                reserved += 1 + self._policy.growth_blocks(fork, self._block_size)
+                reserved += self._fork_units(fork)
             else:
                 fork.block_hashes = list(parent.block_hashes)
                 fork.status = RequestStatus.PREEMPTED  # its cached prompt tokens are counted already
@@ -163,7 +163,8 @@ class StepPlanner:
                 continue
             if count > 1:
                 prefills.append(request)
-            elif ((request.num_computed_tokens < len(request.block_table) * block_size and not request.shares_tail)
+            elif ((request.num_computed_tokens < len(request.block_tables[0]) * block_size
+                   and request.num_computed_tokens < request.slides_at and not request.shares_tail)
                   or self._allocate(request, 1)):
                 plan.num_scheduled_tokens[request] = 1
                 plan.left -= 1
@@ -199,7 +200,7 @@ class StepPlanner:
             count = min(request.num_to_compute, planned + self._plan.left)
             if not 0 < planned < count or self._is_long_prompt(request):
                 continue
-            if self._pool.can_allocate(self._kv.num_new_blocks(request, count)):
+            if self._pool.can_allocate(self._kv.num_new_units(request, count)):
                 self._allocate(request, count)
                 self._plan.add_tokens(request, count - planned)
 
@@ -209,14 +210,19 @@ class StepPlanner:
         return uncached > max(LONG_PROMPT_TOKENS, self._budget) and len(self._queues.running) > 1
 
     def _allocate(self, request: Request, count: int) -> bool:
-        """Allocate blocks for `count` more tokens, preempting the last request; False if that was this one."""
-        while not self._pool.can_allocate(missing := self._kv.num_new_blocks(request, count)):
+        """Allocate blocks for `count` more tokens, preempting the last request; False if that was this one.
+
+        Blocks that none of these tokens sees are freed first.
+        """
+        if request.num_computed_tokens >= request.slides_at:
+            self._kv.slide(request)
+        while not self._pool.can_allocate(missing := self._kv.num_new_units(request, count)):
             victim = self._queues.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         if missing or request.shares_tail:
-            self._kv.allocate(request, missing)
+            self._kv.allocate(request, count)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -251,14 +257,14 @@ class StepPlanner:
                 return
             if reserved < 0:
                 reserved = self._reserved_blocks()
-            if not (may_preempt or self._pool.can_allocate(reserved + 1)):
+            if not (may_preempt or self._pool.can_allocate(reserved + self._kv.column_units)):
                 return  # no request fits
             prefix = self._kv.find_prefix(request)
             # All of what it has must fit beside what the running still need for theirs, and some blocks to grow unless
             # it has the pool alone, so that half-done prefills do not block one another and no request is preempted a
             # moment after its admission.
             growth = self._policy.growth_blocks(request, self._block_size) if len(running) else 0
-            needed = self._kv.num_needed(request, prefix) + growth
+            needed = self._kv.num_needed(request, prefix) + growth * self._kv.column_units
             if not (self._queues.num_free_slots and self._plan.left and self._pool.can_allocate(needed + reserved)):
                 if not (may_preempt and self._preempt_for(request, prefix, needed, reserved)):
                     if request.status is RequestStatus.PREEMPTED:
@@ -303,22 +309,26 @@ class StepPlanner:
         return sum([self._reserved_for(request) for request in self._queues.running])
 
     def _reserved_for(self, request: Request) -> int:
-        """Blocks that a running request still needs for the tokens it has, and some to grow."""
-        return self._kv.num_new_blocks(request, request.num_to_compute) + self._policy.growth_blocks(
-            request, self._block_size)
+        """Units that a running request still needs for the tokens it has, and some to grow."""
+        growth = self._policy.growth_blocks(request, self._block_size) * self._kv.column_units
+        return self._kv.num_units_left(request, request.num_to_compute) + growth
+
+    def _fork_units(self, fork: Request) -> int:
+        """Units that a fork needs as soon as it continues, and some to grow."""
+        return (1 + self._policy.growth_blocks(fork, self._block_size)) * self._kv.column_units
 
     def _preempt_for(self, request: Request, prefix: Prefix, needed: int, reserved: int) -> bool:
         """Preempt as many of the last running requests as a waiting one needs, if it may and that is enough.
 
         Args:
             prefix: cached prefix of the waiting one; blocks of it that victims free are no gain.
-            needed: blocks that the waiting one needs.
-            reserved: blocks that the running ones still need.
+            needed: units that the waiting one needs.
+            reserved: units that the running ones still need.
         """
         slots, tokens, blocks = self._queues.num_free_slots, self._plan.left, self._pool.num_free
         running = list(self._queues.running)
         victims: list[Request] = []
-        shared = set(prefix.blocks)
+        shared = set(prefix.blocks())
         while not (slots and tokens > 0 and blocks >= needed + reserved):
             if not running or not self._policy.preempts(request, running[-1]):
                 return False
@@ -329,7 +339,8 @@ class StepPlanner:
             reserved -= self._reserved_for(victim)
             slots += 1
             tokens += self._plan.num_scheduled_tokens.get(victim, 0)
-            blocks += sum(self._pool.ref_count(block) == 1 and block not in shared for block in victim.block_table)
+            blocks += sum(len(self._pool.units(block)) for table in victim.block_tables for block in table
+                          if self._pool.ref_count(block) == 1 and block not in shared)
         for victim in victims:
             self._preempt(victim)
         return True
@@ -338,9 +349,9 @@ class StepPlanner:
 
     def _make_chunks(self) -> list[ScheduledChunk]:
         chunks = []
-        block_size = self._block_size
+        block_size, unit_rows = self._block_size, self._kv.unit_rows
         for request, count in self._plan.num_scheduled_tokens.items():
-            start, known, table = request.num_computed_tokens, request.token_ids, request.block_table
+            start, known = request.num_computed_tokens, request.token_ids
             end = start + count
             request.num_computed_tokens = end
             samples = end == len(known) + request.num_pending
@@ -353,8 +364,8 @@ class StepPlanner:
             # By position: hundreds are made per step, and keywords would cost more than the rest of this loop.
             chunks.append(ScheduledChunk(
                 request, request.slot, start, known[start:end] if start < len(known) else (), count, samples,
-                table[-(-start // block_size) : -(-end // block_size)] if count > 1 or not start % block_size else (),
-                admit, tuple(table) if rewrite else ()))
+                unit_rows(request, -(-start // block_size), -(-end // block_size))
+                if count > 1 or not start % block_size else (), admit, unit_rows(request) if rewrite else ()))
         return chunks
 
     def _add_forks(self, chunks: Sequence[ScheduledChunk], now: float) -> list[ScheduledChunk]:
@@ -370,7 +381,7 @@ class StepPlanner:
             for fork in self._queues.detach_forks(leader):
                 if room > 0 and self._has_room_for_fork(reserved):
                     all_chunks.append(self._fork(leader, fork, now))
-                    reserved += 1 + self._policy.growth_blocks(fork, self._block_size)
+                    reserved += self._fork_units(fork)
                     room -= 1
                 else:
                     self._queues.waiting.add_request(fork)
@@ -378,7 +389,7 @@ class StepPlanner:
 
     def _has_room_for_fork(self, reserved: int) -> bool:
         # Each fork will need a block of its own as soon as it continues.
-        return self._queues.num_free_slots > 0 and self._pool.can_allocate(reserved + 1)
+        return self._queues.num_free_slots > 0 and self._pool.can_allocate(reserved + self._kv.column_units)
 
     def _fork(self, leader: Request, fork: Request, now: float) -> ScheduledChunk:
         self._kv.fork(leader, fork)
@@ -386,4 +397,5 @@ class StepPlanner:
         fork.num_cached_tokens = leader.num_cached_tokens
         fork.num_pending = 1
         fork.new_in_slot = fork.table_changed = False
-        return ScheduledChunk(fork, fork.slot, fork.num_computed_tokens, (), 0, True, (), True, tuple(fork.block_table))
+        return ScheduledChunk(fork, fork.slot, fork.num_computed_tokens, (), 0, True, (), True,
+                              self._kv.unit_rows(fork))

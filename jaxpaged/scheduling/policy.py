@@ -114,7 +114,7 @@ class PredictedPolicy(FcfsPolicy):
             left = self._predictor.remaining(request.message, request.num_output_tokens, self._quantile)
             request.predicted_length = request.num_tokens + left
         tokens = request.num_tokens + min(request.predicted_length - request.num_tokens, self._horizon)
-        return max(0, -(-tokens // block_size) - max(len(request.block_table), -(-request.num_tokens // block_size)))
+        return max(0, -(-tokens // block_size) - max(request.num_blocks, -(-request.num_tokens // block_size)))
 
     def finished(self, request: Request) -> None:
         self._predictor.observe(request.message, len(request.token_ids) - request.num_prompt_tokens)

@@ -134,6 +134,6 @@ class Queues:
             assert request.status is RequestStatus.RUNNING, f"{request.status!r} in the running queue"
         for request in (*self.waiting, *forks, *paused):
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), f"{request.status!r} waits"
-            assert request.slot == -1 and not request.block_table, "a waiting request has a slot or blocks"
+            assert request.slot == -1 and not request.block_tables, "a waiting request has a slot or blocks"
         for queue in (self.waiting, self.running):
             queue.check_integrity()

@@ -21,6 +21,9 @@ class StructuredOutputMatcher(Protocol):
     def mask(self) -> Any: ...
 
 
+NEVER = 2**62  # more tokens, or blocks, than any request has
+
+
 class RequestStatus(enum.IntEnum):
     """State of a request; everything from FINISHED_STOPPED on is finished."""
 
@@ -56,7 +59,10 @@ class Request:
         max_length: maximum number of tokens; for a member of a family, until it is resumed.
         num_computed_tokens: tokens whose keys and values are written, or will be by a dispatched step.
         num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
-        block_table: blocks in order of position; only appended to while RUNNING.
+        block_tables: of each KV group, its blocks in order of position, all of the same length; the null block where
+            no further token of the request sees the block. Empty while it has no blocks.
+        num_unseen: of each KV group, number of those null blocks.
+        slides_at: number of computed tokens from which on some group has a block that no further token sees.
         predicted_length: number of tokens that the policy expects at the end; 0 without a prediction.
         slot: index of its device-side state while RUNNING, else -1.
         new_in_slot: it has no chunk yet since it got its slot.
@@ -88,7 +94,9 @@ class Request:
     num_computed_tokens: int = 0
     num_pending: int = 0
     num_preemptions: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
+    num_unseen: list[int] = field(default_factory=list)
+    slides_at: int = NEVER
     slot: int = -1
     new_in_slot: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
@@ -134,6 +142,11 @@ class Request:
         """The embedding of the computed prompt."""
         count = self.num_prompt_tokens if self.message.pooling == "mean" else 1
         return tuple(value / count for value in self.pooled)
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of its block tables."""
+        return len(self.block_tables[0]) if self.block_tables else 0
 
     @property
     def num_tokens(self) -> int:

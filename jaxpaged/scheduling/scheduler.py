@@ -10,6 +10,7 @@ would use all of it leaves half to shorter ones, so that neither waits for the o
 
 from collections.abc import Iterable, Sequence
 
+from jaxpaged.core.kv_groups import KVGroup
 from jaxpaged.core.messages import EngineRequest, TokenDelta, TokenLogprobs
 from jaxpaged.core.outputs import FinishReason
 from jaxpaged.scheduling.block_pool import BlockPool
@@ -41,6 +42,7 @@ class Scheduler:
 
     Args:
         block_size: tokens in a block.
+        groups: KV groups of the model, whose widths the pool has.
         max_num_seqs: number of slots.
         max_num_batched_tokens: token budget of a step.
         step_sizes: ascending numbers of tokens that a step can have after padding.
@@ -55,6 +57,7 @@ class Scheduler:
         pool: BlockPool,
         *,
         block_size: int,
+        groups: Sequence[KVGroup] = (KVGroup(),),
         max_num_seqs: int,
         max_num_batched_tokens: int,
         step_sizes: Sequence[int] = (),
@@ -64,8 +67,8 @@ class Scheduler:
         swap: bool = False,
     ) -> None:
         self._pool = pool
-        self._kv = KVManager(pool, block_size, prefix_caching=prefix_caching,
-                             host=host if prefix_caching or swap else None)
+        self._kv = KVManager(pool, block_size, max_chunk=max_num_batched_tokens, groups=groups,
+                             prefix_caching=prefix_caching, host=host if prefix_caching or swap else None)
         self._policy = policy or FcfsPolicy()
         self._queues = Queues(self._policy, max_num_seqs)
         self._planner = StepPlanner(
@@ -99,8 +102,8 @@ class Scheduler:
                 token until `resume`; 0 for an ordinary request.
         """
         assert message.request_id not in self._queues.live, f"request id {message.request_id} is already live"
-        needed = self._kv.blocks_for(len(message.prompt_token_ids) + message.max_tokens)
-        assert needed <= self._pool.num_usable, f"{needed} blocks are more than the pool has"
+        needed = self._kv.units_for(len(message.prompt_token_ids) + message.max_tokens)
+        assert needed <= self._pool.num_usable, f"{needed} units are more than the pool has"
         first, self._num_arrived = self._num_arrived, self._num_arrived + max(branches, 1)
         if branches:
             self._queues.add_request(self._families.add_family(message, range(first, self._num_arrived)))
@@ -202,7 +205,7 @@ class Scheduler:
         self._queues.check_integrity()
         for request in self._queues.running:
             needed = self._kv.blocks_for(request.num_computed_tokens)
-            assert len(request.block_table) >= needed, "computed tokens without blocks"
+            assert request.num_blocks >= needed, "computed tokens without blocks"
 
     def _end_without_token(self, request: Request, token: int) -> TokenDelta:
         if token == NO_TOKEN_LEFT:

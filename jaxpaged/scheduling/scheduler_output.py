@@ -21,9 +21,11 @@ class ScheduledChunk(NamedTuple):
         token_ids: ids of the chunk; the last one is missing while it is still in flight.
         num_tokens: number of tokens in the chunk.
         samples: whether the step samples the token after the chunk's last.
-        blocks: the blocks that begin within the chunk, in order.
+        blocks: the units of the blocks that begin within the chunk: a row for each unit of a block, of one KV group
+            after the other; empty where none begins.
         admit: it is the first chunk since the request got its slot.
-        table: all blocks of the request if the slot's table before `start` has to be written, else empty.
+        table: likewise all units of the request's blocks if the slot's table before `start` has to be written, else
+            empty.
 
     A chunk without tokens samples another token from the last row of the chunk before it.
     """
@@ -34,9 +36,9 @@ class ScheduledChunk(NamedTuple):
     token_ids: Sequence[int]
     num_tokens: int
     samples: bool
-    blocks: Sequence[int]
+    blocks: Sequence[Sequence[int]]
     admit: bool
-    table: Sequence[int] = ()
+    table: Sequence[Sequence[int]] = ()
 
 
 class PromptLogprobs(NamedTuple):

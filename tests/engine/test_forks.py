@@ -111,7 +111,7 @@ def test_beams_share_their_blocks_without_a_prefix_cache(make_engine: MakeEngine
         ended |= {delta.request_id: steps for delta in outputs.deltas if delta.finish_reason}
         max_used = max(max_used, outputs.stats.blocks_used)
         partial |= any(engine._pool.ref_count(block) > 1 for request in engine._scheduler._queues.running
-                       for block in request.block_table[-1:] if request.num_computed_tokens % 16)
+                       for block in request.block_tables[0][-1:] if request.num_computed_tokens % 16)
     assert computed == 40 + 7 * 3 + 5 + 29
     assert max_used <= 2 + 3 + 3 and partial
     assert ended["beside"] <= 32, "it waits for the search"

@@ -227,4 +227,4 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_tail_before_its
     run.add([9] * 22, 1)  # takes the empty ones and three more
     run.drain()
     left = [run.scheduler._kv.find_prefix(Request(EngineRequest("", tuple(text), GREEDY, 1), 0)) for text in texts]
-    assert [len(prefix.blocks) for prefix in left] == [4, 1, 4]
+    assert [prefix.num_blocks for prefix in left] == [4, 1, 4]

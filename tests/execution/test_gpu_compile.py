@@ -233,7 +233,7 @@ def test_a_step_of_the_engine_over_8_bit_pages(name: str, dtype: str, tmp_path: 
     with aot.no_persistent_cache():
         facts = gpu_code.analyse(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path,
                             kernels="paged_attention|rotary_kv_write")
-    pools = jax.tree.leaves(replace(layout.cache, num_layers=2).shapes(layout.shape.num_blocks))
+    pools = jax.tree.leaves(replace(layout.cache, num_strips=2).shapes(layout.shape.num_blocks))
     assert facts.alias_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in pools)
     assert max((op.num_bytes for op in facts.copies), default=0) < 2**20
     assert facts.command_buffers == 1 and not facts.outside_graphs

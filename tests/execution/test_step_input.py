@@ -21,8 +21,9 @@ def request() -> Request:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[SchedulerOutput, int]:
-    """A step as the scheduler makes them, and its block size."""
+def steps(draw: st.DrawFn) -> tuple[SchedulerOutput, int, int]:
+    """A step as the scheduler makes them, its block size, and the units of a block."""
+    units = draw(st.integers(1, 3))
     block_size = draw(st.sampled_from([1, 2, 5, 16]))
     slots = draw(st.lists(st.integers(0, NULL_SLOT - 1), unique=True, min_size=1, max_size=6))
     ids, blocks = st.integers(0, 2**31 - 1), st.integers(1, 1000)
@@ -33,23 +34,23 @@ def steps(draw: st.DrawFn) -> tuple[SchedulerOutput, int]:
         chunks.append(ScheduledChunk(
             request=request(), slot=slot, start=start, num_tokens=length, samples=draw(st.booleans()), admit=start == 0,
             token_ids=draw(st.lists(ids, min_size=length - draw(st.booleans()), max_size=length)),
-            blocks=draw(st.lists(blocks, min_size=len(begun), max_size=len(begun)))))
+            blocks=[draw(st.lists(blocks, min_size=len(begun), max_size=len(begun))) for _ in range(units)]))
         if chunks[-1].samples and draw(st.booleans()):  # another choice of the same prompt
             chunks.append(ScheduledChunk(request(), NULL_SLOT - 1 - slot % 7, start + length, (), 0, True, (), True))
-    return SchedulerOutput(tuple(chunks), sum(chunk.num_tokens for chunk in chunks)), block_size
+    return SchedulerOutput(tuple(chunks), sum(chunk.num_tokens for chunk in chunks)), block_size, units
 
 
-def naive(chunks: Sequence[ScheduledChunk], block_size: int) -> tuple[list[tuple[int, int, int, int]], list[int],
-                                                                       list[int]]:
-    """(slot, position, token id, new block) of each row, the rows to sample after, and the slots to sample for."""
-    rows: list[tuple[int, int, int, int]] = []
+def naive(chunks: Sequence[ScheduledChunk], block_size: int,
+          units: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """(slot, position, token id, units of the new block) of each row, rows to sample after, and slots to sample for."""
+    rows: list[tuple[int, ...]] = []
     sampled, slots = [], []
     for chunk in chunks:
-        ids, blocks = list(chunk.token_ids), list(chunk.blocks)
+        ids, blocks = list(chunk.token_ids), list(zip(*chunk.blocks, strict=True))
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             token = ids.pop(0) if ids else IN_FLIGHT
-            block = blocks.pop(0) if position % block_size == 0 else -1
-            rows.append((chunk.slot, position, token, block))
+            block = blocks.pop(0) if position % block_size == 0 else (-1,) * units
+            rows.append((chunk.slot, position, token, *block))
         if chunk.samples:
             sampled.append(len(rows) - 1)
             slots.append(chunk.slot)
@@ -57,27 +58,28 @@ def naive(chunks: Sequence[ScheduledChunk], block_size: int) -> tuple[list[tuple
 
 
 @given(steps(), st.integers(0, 9), st.integers(0, 3))
-def test_every_row_is_where_it_belongs(case: tuple[SchedulerOutput, int], spare: int, spare_samples: int) -> None:
-    step, block_size = case
+def test_every_row_is_where_it_belongs(case: tuple[SchedulerOutput, int, int], spare: int, spare_samples: int) -> None:
+    step, block_size, units = case
     size, num_samples = step.num_tokens + spare, step.num_sampled + spare_samples
-    buffer = pad_step(step, size=size, num_samples=num_samples, null_slot=NULL_SLOT, block_size=block_size)
-    assert buffer.dtype == np.int32 and buffer.shape == (4 * size + 2 * num_samples,)
-    rows, sampled, slots = naive(step.chunks, block_size)
-    rows += [(NULL_SLOT, 0, 0, -1)] * spare
+    buffer = pad_step(step, size=size, num_samples=num_samples, null_slot=NULL_SLOT, block_size=block_size,
+                      units=units)
+    assert buffer.dtype == np.int32 and buffer.shape == ((3 + units) * size + 2 * num_samples,)
+    rows, sampled, slots = naive(step.chunks, block_size, units)
+    rows += [(NULL_SLOT, 0, 0, *[-1] * units)] * spare
     for part, wanted in enumerate(zip(*rows, strict=True)):
         assert tuple(buffer[part * size : (part + 1) * size]) == wanted
-    assert buffer[4 * size :].tolist() == (
+    assert buffer[(3 + units) * size :].tolist() == (
         sampled + [size] * spare_samples + slots + [NULL_SLOT] * spare_samples)
 
-    parts = unpack_step(buffer, size)  # type: ignore[arg-type]
-    found = zip(parts.slot, parts.position, parts.token_id, parts.new_block, strict=True)
+    parts = unpack_step(buffer, size, units)  # type: ignore[arg-type]
+    found = zip(parts.slot, parts.position, parts.token_id, *parts.new_block, strict=True)
     assert [tuple(map(int, row)) for row in found] == rows
     assert list(parts.sample_row) == sampled + [size] * spare_samples
     assert list(parts.sample_slot) == slots + [NULL_SLOT] * spare_samples
 
 
 def one_piece() -> SchedulerOutput:
-    chunk = ScheduledChunk(request(), 0, 0, (1, 2), 2, True, (3,), True)
+    chunk = ScheduledChunk(request(), 0, 0, (1, 2), 2, True, ((3,),), True)
     return SchedulerOutput((chunk,), 2)
 
 

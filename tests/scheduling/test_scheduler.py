@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from jaxpaged.core.kv_groups import KVGroup, max_tokens
 from jaxpaged.core.messages import EngineRequest, TokenDelta
 from jaxpaged.core.outputs import FinishReason
 from jaxpaged.core.sampling_params import SamplingParams
@@ -109,22 +110,25 @@ def expected_beams(message: EngineRequest, width: int, model: Model) -> list[lis
 
 @dataclass(frozen=True)
 class Cell:
-    """What the device keeps of one token: its id, a digest of it and all before it, and the time of writing."""
+    """What the device keeps of one token: it and all before it, whose request's they are, and the time of writing."""
 
-    token: int
-    history: int
+    tokens: tuple[int, ...]
+    salt: str | None
     generation: int
 
 
 class NaiveDevice:
     """Runs steps in the order of their dispatch."""
 
-    def __init__(self, block_size: int, num_blocks: int, num_slots: int, model: Model) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, num_slots: int, model: Model, groups: Sequence[KVGroup]
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.model = model
+        self.windows = [group.window for group in groups for _ in range(group.width)]  # of each unit of a block
         self.kv: dict[tuple[int, int], Cell] = {}
-        self.table: list[dict[int, int]] = [{} for _ in range(num_slots)]
+        self.table: list[list[dict[int, int]]] = [[{} for _ in self.windows] for _ in range(num_slots)]
         self.last_id = [0] * num_slots
         self.owner: list[Request | None] = [None] * num_slots
         self.generation = 0  # of the prefix cache
@@ -148,15 +152,18 @@ class NaiveDevice:
                 self.admitted[chunk.slot] = self.inherited.pop(chunk.request.request_id, self.generation) \
                     if chunk.num_tokens else self.admitted[before.slot]
             if chunk.table:
-                self.table[chunk.slot] = dict(enumerate(chunk.table))
+                assert len(chunk.table) == len(self.windows)
+                self.table[chunk.slot] = [dict(enumerate(units)) for units in chunk.table]
             assert self.owner[chunk.slot] is chunk.request, "the slot holds the sampling parameters of another request"
-            blocks = iter(chunk.blocks)
+            assert len(chunk.blocks) in (0, len(self.windows))
+            blocks = iter(list(zip(*chunk.blocks, strict=True)))
             for index in range(chunk.num_tokens):
                 known = index < len(chunk.token_ids)
                 token = chunk.token_ids[index] if known else self.last_id[chunk.slot]
                 position = chunk.start + index
                 if position % self.block_size == 0:
-                    self.table[chunk.slot][position // self.block_size] = next(blocks)
+                    for table, unit in zip(self.table[chunk.slot], next(blocks), strict=True):
+                        table[position // self.block_size] = unit
                 seen = self._read(chunk, position)
                 self._write(chunk, position, token, seen)
                 seen.append(token)
@@ -197,22 +204,25 @@ class NaiveDevice:
                 self.kv[block, offset] = cell
 
     def _write(self, chunk: ScheduledChunk, position: int, token: int, seen: Sequence[int]) -> None:
-        block = self.table[chunk.slot][position // self.block_size]
-        assert block != NULL_BLOCK and 0 < block < self.num_blocks
-        history = self._history(chunk.request, [*seen, token])
-        self.kv[block, position % self.block_size] = Cell(token, history, self.generation)
+        units = [table[position // self.block_size] for table in self.table[chunk.slot]]
+        assert len(set(units)) == len(units), "two groups write to one unit"
+        for unit in units:
+            assert unit != NULL_BLOCK and 0 < unit < self.num_blocks
+            self.kv[unit, position % self.block_size] = Cell((*seen, token), chunk.request.message.cache_salt,
+                                                             self.generation)
 
     def _read(self, chunk: ScheduledChunk, end: int) -> list[int]:
-        tokens = []
-        for position in range(end):
-            cell = self.kv[self.table[chunk.slot][position // self.block_size], position % self.block_size]
-            tokens.append(cell.token)
-            assert cell.history == self._history(chunk.request, tokens), f"position {position} is of another sequence"
-            assert cell.generation >= self.admitted[chunk.slot], "content from before the last reset was shared"
-        return tokens
-
-    def _history(self, request: Request, tokens: Sequence[int]) -> int:
-        return hash((request.message.cache_salt, tuple(tokens)))
+        """The tokens before position `end`, read as the layers of each group read them."""
+        tokens: tuple[int, ...] = ()
+        for table, window in zip(self.table[chunk.slot], self.windows, strict=True):
+            for position in range(end - 1, -1 if window is None else max(-1, end - window), -1):
+                cell = self.kv[table[position // self.block_size], position % self.block_size]
+                tokens = tokens or cell.tokens
+                assert cell.tokens == tokens[: position + 1], f"position {position} is of another sequence"
+                assert cell.salt == chunk.request.message.cache_salt
+                assert cell.generation >= self.admitted[chunk.slot], "content from before the last reset was shared"
+        assert len(tokens) == end
+        return list(tokens)
 
 
 class Harness:
@@ -221,18 +231,19 @@ class Harness:
     def __init__(
         self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, sizes: Sequence[int] | None = None,
         model: Model = any_token, prefix_caching: bool = True, host_blocks: int = 0, swap: bool = False,
-        policy: str = "fcfs",
+        policy: str = "fcfs", groups: Sequence[KVGroup] = (KVGroup(),),
     ) -> None:
+        self.groups = tuple(groups)
         self.host_blocks = host_blocks
         self.block_size, self.budget, self.slots, self.model = block_size, budget, max_num_seqs, model
         self.sizes = tuple(sizes) if sizes is not None else step_sizes(budget, "cpu")
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, [group.width for group in groups])
         self.policy_name, self.policy = policy, POLICIES[policy]()
-        self.scheduler = Scheduler(self.pool, block_size=block_size, max_num_seqs=max_num_seqs, policy=self.policy,
-                                   max_num_batched_tokens=budget, step_sizes=self.sizes,
+        self.scheduler = Scheduler(self.pool, block_size=block_size, groups=groups, max_num_seqs=max_num_seqs,
+                                   policy=self.policy, max_num_batched_tokens=budget, step_sizes=self.sizes,
                                    prefix_caching=prefix_caching, swap=swap,
                                    host=HostTier(host_blocks, (4, 2, 1)) if host_blocks else None)
-        self.device = NaiveDevice(block_size, num_blocks, max_num_seqs, model)
+        self.device = NaiveDevice(block_size, num_blocks, max_num_seqs, model, groups)
         self.in_flight: tuple[SchedulerOutput, list[int]] | None = None
         self.messages: dict[str, EngineRequest] = {}
         self.endings: dict[str, Ending] = {}
@@ -245,7 +256,8 @@ class Harness:
 
     @property
     def capacity(self) -> int:
-        return self.pool.num_usable * self.block_size
+        """Tokens of the longest request that fits."""
+        return max_tokens(self.groups, self.pool.num_usable, self.block_size, self.budget)
 
     def add_choices(self, n: int, prompt: Sequence[int], max_tokens: int, **more: Any) -> list[str]:
         first = self.add(prompt, max_tokens, **more)
@@ -323,8 +335,11 @@ class Harness:
         self.scheduler.check_integrity()
         assert sum(map(len, self.device.host.values())) <= self.host_blocks
         held, empty = self.scheduler.kv_slots()
-        assert 0 <= empty <= held <= self.capacity
-        assert held == self.pool.num_used * self.block_size
+        assert 0 <= empty <= held == self.pool.num_used * self.block_size
+        for name in self.live:
+            tables = self.requests[name].block_tables if name in self.requests else []
+            for group, table in zip(self.groups, tables, strict=False):
+                assert sum(block != NULL_BLOCK for block in table) <= group.max_blocks(self.block_size, self.budget)
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         assert self.scheduler.live_ids() == self.live
 
@@ -347,7 +362,7 @@ class Harness:
         assert step.num_sampled <= max(rows), "more samples than a step has rows for"
         for chunk in chunks:
             request = chunk.request
-            assert len(request.block_table) <= -(-request.num_tokens // self.block_size), "more blocks than it needs"
+            assert request.num_blocks <= -(-request.num_tokens // self.block_size), "more blocks than it needs"
         running = self._running()
         if running and running[0] not in names:
             first = self.requests[running[0]]
@@ -357,8 +372,8 @@ class Harness:
     def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
         preempted = [name for name in self.live
                      if name in before and self.requests[name].num_preemptions > before[name]]
-        stayed = [name for name in running if self._status(name) is RequestStatus.RUNNING]
-        gone = [name for name in running if name in preempted]
+        gone = [name for name in running if name in preempted]  # also those that are admitted again at once
+        stayed = [name for name in running if self._status(name) is RequestStatus.RUNNING and name not in gone]
         # Some may have freed their slot for another beam of their search.
         assert [*stayed, *gone] == [name for name in running if name in stayed or name in preempted], \
             "an older request was preempted before a newer one"
@@ -434,6 +449,17 @@ class Harness:
         assert found.scheduled_times == (len(found.token_ids) > 0), "scheduled_time is set once, with the first token"
 
 
+# One to three groups, of all tokens or of windows, with blocks of one unit or several.
+KV_GROUPS = st.one_of(
+    st.just((KVGroup(),)),
+    st.builds(lambda window: (KVGroup(window),), st.integers(2, 40)),
+    st.builds(lambda full, windows: (*full, *(KVGroup(window, width) for window, width in sorted(windows))),
+              st.sampled_from([(), (KVGroup(),), (KVGroup(None, 2),)]),
+              st.lists(st.tuples(st.integers(2, 40), st.integers(1, 3)), min_size=1, max_size=2,
+                       unique_by=lambda item: item[0])),
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, aborts and steps at random over pools, slots and budgets of every size down to the minimum."""
 
@@ -441,14 +467,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 14), block_size=st.sampled_from([1, 2, 4, 16]), max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 2, 3, 7, 16, 33, 80]), ladder=st.sampled_from(["cpu", "cuda", "sparse", "none"]),
         prefix_caching=st.sampled_from([True, True, False]), host_blocks=st.sampled_from([0, 0, 1, 5, 40]),
-        swap=st.booleans(), policy=st.sampled_from(["fcfs", "fcfs", "priority", "predicted"]),
+        swap=st.booleans(), policy=st.sampled_from(["fcfs", "fcfs", "priority", "predicted"]), groups=KV_GROUPS,
     )
     def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str,
-              prefix_caching: bool, host_blocks: int, swap: bool, policy: str) -> None:
+              prefix_caching: bool, host_blocks: int, swap: bool, policy: str, groups: Sequence[KVGroup]) -> None:
+        if len(groups) > 1:  # room for a request of some blocks
+            num_blocks *= sum(group.width for group in groups)
         sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
         self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
                                sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching,
-                               host_blocks=host_blocks, swap=swap, policy=policy)
+                               host_blocks=host_blocks, swap=swap, policy=policy, groups=groups)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
@@ -700,3 +728,61 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     with pytest.raises(AssertionError, match="more than the pool has"):
         harness.scheduler.add_request(EngineRequest("large", (1,) * 5, SamplingParams(), 4))
     harness.drain()
+
+
+class SlidesTooFar(KVGroup):
+    """Frees the first block that the next token still sees."""
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        return KVGroup.first_needed(self, position, block_size) + (position > block_size)
+
+    def prefix_blocks(self, num_blocks: int, block_size: int) -> int:
+        return num_blocks - KVGroup.first_needed(self, num_blocks * block_size, block_size)
+
+
+class TakesPrefixesWithoutWindow(KVGroup):
+    """Takes prefixes that the other groups have, with one block of its own too few."""
+
+    def prefix_blocks(self, num_blocks: int, block_size: int) -> int:
+        return max(0, KVGroup.prefix_blocks(self, num_blocks, block_size) - 1)
+
+
+@pytest.mark.parametrize(("fault", "groups"), [
+    (SlidesTooFar, 1), (SlidesTooFar, 2), (TakesPrefixesWithoutWindow, 1), (TakesPrefixesWithoutWindow, 2)])
+def test_faults_in_the_use_of_windows_are_caught(fault: type[KVGroup], groups: int) -> None:
+    """Without them the same requests pass; with one, the naive device reads what is not there."""
+    def serve(group: KVGroup) -> None:
+        harness = Harness(num_blocks=60, block_size=4, max_num_seqs=2, budget=8, model=plain_token,
+                          groups=(KVGroup(), group)[2 - groups:])
+        prompt = [number % 7 for number in range(30)]
+        for _ in range(2):
+            harness.add(prompt, 12)
+            harness.drain()
+
+    serve(KVGroup(9))
+    with pytest.raises((AssertionError, KeyError)):
+        serve(fault(9))
+
+
+@pytest.mark.parametrize("length", [300, 3000])
+def test_a_long_prompt_holds_no_more_than_its_window_and_a_chunk(length: int) -> None:
+    harness = Harness(num_blocks=40, block_size=4, max_num_seqs=1, budget=16, model=plain_token, groups=(KVGroup(32),))
+    harness.add([number % 11 for number in range(length)], 20)
+    most = 0
+    while harness.live or harness.in_flight:
+        harness.step()
+        most = max(most, harness.pool.num_used)
+    assert most == -(-(32 - 1 + 16) // 4)
+
+
+def test_a_prefix_is_found_although_its_first_blocks_have_left_the_window() -> None:
+    """The second request computes its last tokens alone."""
+    harness = Harness(num_blocks=100, block_size=4, max_num_seqs=1, budget=16, model=plain_token,
+                      groups=(KVGroup(), KVGroup(8, 2)))
+    prompt = [number % 5 for number in range(100)]
+    harness.add(prompt, 4)
+    harness.drain()
+    computed = harness.device.num_computed
+    harness.add([*prompt, 1, 2, 3], 4)
+    harness.drain()
+    assert harness.device.num_computed - computed == 3 + 4 - 1
