@@ -65,6 +65,7 @@ class Reference:
     config: dict[str, Any]
     weights: dict[str, np.ndarray]
     stored: Callable[[np.ndarray], np.ndarray] = np.asarray  # what comes back of keys and values [T, K, H]
+    windows: Sequence[int | None] = ()  # of each layer; none has one if empty
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """[T, V]: after each token, what may follow."""
@@ -73,14 +74,16 @@ class Reference:
         x = self._weight("model.embed_tokens")[list(tokens)]
         angle = np.arange(count)[:, None] * config["rope_theta"] ** (-np.arange(0, size, 2) / size)
         turn = np.exp(1j * angle)[:, None]
-        hidden = np.triu(np.full((count, count), -np.inf), 1)
+        behind = np.arange(count)[:, None] - np.arange(count)
         for layer in range(config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
             y = self._norm(x, name + "input_layernorm")
             q, k, v = ((y @ self._weight(f"{name}self_attn.{part}_proj").T).reshape(count, -1, size) for part in "qkv")
             q, k = _rotate(q, turn), _rotate(k, turn)
             k, v = (np.repeat(self.stored(part), heads // kv_heads, axis=1) for part in (k, v))
-            scores = np.einsum("qnh,knh->nqk", q, k) * size**-0.5 + hidden
+            window = self.windows[layer] if self.windows else None
+            seen = (behind >= 0) & (behind < (window or count))
+            scores = np.where(seen, np.einsum("qnh,knh->nqk", q, k) * size**-0.5, -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             mixed = np.einsum("nqk,knh->qnh", weights, v).reshape(count, -1)
