@@ -45,7 +45,7 @@ def logits(config: ModelConfig, size: int) -> np.ndarray:
     wanted = programs.shapes
     pools = jax.tree.map(lambda leaf: placement.put(np.zeros(leaf.shape, leaf.dtype), leaf), wanted.pools)
     table, last_id, packed = (placement.put(array, wanted.int32(*array.shape)) for array in (
-        np.zeros((SLOTS + 1, 4), np.int32), np.zeros(SLOTS + 1, np.int32), step))
+        np.zeros((1, SLOTS + 1, 4), np.int32), np.zeros(SLOTS + 1, np.int32), step))
     found, *_ = programs.get(("forward", TOKENS))(params, pools, table, last_id, packed)
     return np.asarray(found)
 
