@@ -126,6 +126,7 @@ class TokenDelta(NamedTuple):
 class EngineStats:
     """State of the engine after a step; counters are totals since its start.
 
+    Blocks are units of the pool; `group_blocks_used` are those with references of each KV group.
     `blocks_cached` counts free blocks with cached content that a request may share.
     `blocks_used_sum` and `blocks_shared_sum` are sums over all steps: of the blocks with references, and of the
     references beyond each block's first.
@@ -139,6 +140,7 @@ class EngineStats:
     blocks_used: int = 0
     blocks_total: int = 0
     blocks_cached: int = 0
+    group_blocks_used: tuple[int, ...] = (0,)
     blocks_used_sum: int = 0
     blocks_shared_sum: int = 0
     kv_slots_held: int = 0
@@ -208,10 +210,13 @@ class PoolState:
         state_codes: a character per block, the null block excluded: f free, o owned by one request, s shared by
             several, c free with cached content that a later request may share.
         swapped: number of blocks whose content is in host memory.
+        group_codes: a character per block: a letter for the KV group that references it, a for the first, - for none;
+            empty where there is one group.
     """
 
     state_codes: str
     swapped: int = 0
+    group_codes: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,7 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             blocks_used=self._pool.num_used,
             blocks_cached=self._pool.num_cached,
+            group_blocks_used=self._pool.num_used_of_groups,
             kv_slots_held=held,
             kv_slots_empty=empty,
             num_preemptions=self._scheduler.num_preemptions,
@@ -160,7 +161,8 @@ class Engine:
 
     def pool_state(self) -> PoolState:
         """The current use of every KV block."""
-        return PoolState(self._pool.state_codes(), self._host.num_used if self._host is not None else 0)
+        swapped = self._host.num_used if self._host is not None else 0
+        return PoolState(self._pool.state_codes(), swapped, self._pool.group_codes())
 
     def update_weights(self, params: Mapping[Any, Any]) -> None:
         """Use other weights from the next step on.

@@ -64,6 +64,10 @@ class Metrics:
         self._usage = self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.")
         self._empty = self._gauge("jaxpaged:kv_internal_fragmentation_ratio",
                                   "KV slots held but empty over KV slots held.")
+        groups = prometheus.Gauge("jaxpaged:kv_group_blocks_used", "KV blocks in use by the layers that keep the same "
+                                  "tokens: all, or those of a sliding window.", [*self._labels, "window"],
+                                  registry=self.registry)
+        self._groups = [groups.labels(**self._labels, window=str(group.window or "all")) for group in info.kv_groups]
         cache = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks),
                  "cache_dtype": kv_cache_dtype, "enable_prefix_caching": str(prefix_caching)}
         prometheus.Gauge("vllm:cache_config_info", "The KV cache.", [*self._labels, *cache],
@@ -127,6 +131,8 @@ class Metrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._usage.set(_share(stats.blocks_used, stats.blocks_total))
+        for gauge, used in zip(self._groups, stats.group_blocks_used, strict=False):
+            gauge.set(used)
         self._empty.set(_share(stats.kv_slots_empty, stats.kv_slots_held))
         for name, counter in self._totals.items():
             total = getattr(stats, name)

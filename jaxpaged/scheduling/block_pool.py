@@ -38,6 +38,8 @@ class BlockPool:
         self._free = deque(range(1, num_blocks))  # without cached content
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # with cached content; least recently freed first
         self._ref_counts = [0] * num_blocks
+        self._group_of = bytearray(num_blocks)  # of each block with references
+        self._num_used_of = [0] * len(self._widths)
         self._num_references = 0
         self._num_free_cached = 0
         self._block_of: tuple[dict[BlockHash, int], ...] = tuple({} for _ in self._widths)  # per group
@@ -62,6 +64,11 @@ class BlockPool:
     def num_used(self) -> int:
         """Blocks with references."""
         return self.num_usable - self.num_free
+
+    @property
+    def num_used_of_groups(self) -> tuple[int, ...]:
+        """Units with references of each KV group."""
+        return tuple(self._num_used_of)
 
     @property
     def num_references(self) -> int:
@@ -106,7 +113,9 @@ class BlockPool:
             blocks = blocks[::width]
         for block in blocks:
             self._ref_counts[block] = 1
+            self._group_of[block] = group
         self._num_references += needed
+        self._num_used_of[group] += needed
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -116,6 +125,7 @@ class BlockPool:
                 assert block in self._free_cached, f"block {block} has no references and no cached content"
                 del self._free_cached[block]
                 self._num_free_cached -= self._width_of(block)
+                self._num_used_of[self._group_of[block]] += self._width_of(block)
             self._ref_counts[block] += 1
             self._num_references += self._width_of(block)
 
@@ -131,6 +141,7 @@ class BlockPool:
             self._ref_counts[block] -= 1
             self._num_references -= self._width_of(block)
             if self._ref_counts[block] == 0:
+                self._num_used_of[self._group_of[block]] -= self._width_of(block)
                 if block in self._hash_of:
                     self._free_cached[block] = None
                     self._num_free_cached += self._width_of(block)
@@ -166,6 +177,17 @@ class BlockPool:
         self._num_free_cached = 0
         self.evicted.clear()
 
+    def group_codes(self) -> str:
+        """A letter per unit, the null block excluded, as in `PoolState`; empty with one group."""
+        if len(self._widths) == 1:
+            return ""
+        codes = bytearray(b"-" * self.num_blocks)
+        for block, count in enumerate(self._ref_counts):
+            if count:
+                for unit in self.units(block):
+                    codes[unit] = ord("a") + self._group_of[block]
+        return codes[NULL_BLOCK + 1:].decode()
+
     def state_codes(self) -> str:
         """A character per unit, the null block excluded, as in `PoolState`."""
         codes = bytearray(b"fos"[min(count, 2)] for count in self._ref_counts)
@@ -191,6 +213,10 @@ class BlockPool:
             (group, key): block for group, blocks in enumerate(self._block_of) for key, block in blocks.items()
         }, "two blocks have one hash"
         assert self._free_cached.keys() == self._hash_of.keys() & free, "free blocks are in the wrong queue"
+        used_of = [0] * len(self._widths)
+        for block in references:
+            used_of[self._group_of[block]] += self._width_of(block)
+        assert used_of == self._num_used_of, f"groups use {used_of} units, {self._num_used_of} are counted"
         rest = [unit for block in self._rest for unit in self._rest[block]]
         assert len(rest) == len(set(rest)), "a unit is in two bundles"
         used = [unit for block in references for unit in self.units(block)]

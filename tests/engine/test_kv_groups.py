@@ -14,10 +14,12 @@ from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.llm import in_memory_model
+from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
+from jaxpaged.server.routes.engine_state import engine_state
 from tests.support.tiny_engine import run
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
 
@@ -125,3 +127,20 @@ def test_32k_tokens_in_a_window_of_4k(tmp_path: Path) -> None:
         most = max(most, engine.stats().blocks_used)
     engine.shutdown()
     assert len(ids) == 32 and most <= blocks
+
+
+def test_the_engine_says_which_group_uses_which_blocks(engines: Any) -> None:
+    engine = engines()
+    engine.add_request(request("long", random_prompt(100, 6), 10))
+    while engine.has_work():
+        engine.step()
+        pool, stats = engine.pool_state(), engine.stats()
+        counts = [pool.group_codes.count(code) for code in "abc"]
+        assert counts == list(stats.group_blocks_used) and sum(counts) == stats.blocks_used
+        used = [index for index, code in enumerate(pool.group_codes) if code != "-"]
+        assert used == [index for index, code in enumerate(pool.state_codes) if code in "os"]
+        if stats.num_running and not stats.num_waiting and counts[0] >= 6:
+            assert counts[1] % 2 == 0 and counts[1] < 2 * counts[0] and counts[2] < counts[0]
+        state = engine_state("tiny", engine.info, pool, Metrics("tiny", engine.info))
+        assert [group["used"] for group in state["blocks"]["groups"]] == counts
+        assert [group["window"] for group in state["blocks"]["groups"]] == [None, 21, 37]
