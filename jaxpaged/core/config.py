@@ -60,7 +60,9 @@ class EngineConfig:
         f"(default: {DEFAULT_MEMORY_SHARE}; on CPU the pool is 2 GiB, or a quarter of the memory the process may use "
         "if that is less)", group="memory")
     kv_cache_memory_bytes: int | None = _flag(None, "size of the KV pool in bytes, instead of a share", group="memory")
-    num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks, instead of a share", group="memory")
+    num_gpu_blocks_override: int | None = _flag(
+        None, "number of KV blocks, instead of a share; for a model with several KV groups, units of its pool",
+        group="memory")
     kv_cache_dtype: str = _flag("auto", "dtype of the KV pool; auto: the model's; int8 and fp8 hold about twice "
                                 "as many tokens as bfloat16, with a scale per token and head",
                                 choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"), group="memory")
