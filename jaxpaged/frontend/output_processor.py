@@ -331,7 +331,7 @@ class _Choice:
         detokenizer, stops = self._detokenizer, self._stops
         assert detokenizer is not None
         if stops is None and not self._wants_logprobs:
-            self._texts.append(detokenizer.add(ids) + (detokenizer.finish() if last else ""))
+            self._texts.append(detokenizer.add_tokens(ids) + (detokenizer.finish() if last else ""))
             return None
         for number, token_id in enumerate(ids, 1):
             if self._wants_logprobs:
@@ -342,7 +342,7 @@ class _Choice:
                 if self.finish_reason is None:
                     self.finish_reason, self._stop_reason = "stop", self._hidden_stops[token_id]
                 return number
-            if self._release(stops, detokenizer.add((token_id,)), ends):
+            if self._release(stops, detokenizer.add_tokens((token_id,)), ends):
                 return number
         if last:
             ends = self.num_tokens + len(ids) > self._min_tokens
@@ -380,7 +380,7 @@ class _Choice:
         if stops is None:
             self._texts.append(text)
             return False
-        text, found = stops.add(text, ends)
+        text, found = stops.add_text(text, ends)
         if found is not None:
             self.finish_reason, self._stop_reason = "stop", found
             if not self._keep_stop:

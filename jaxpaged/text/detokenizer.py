@@ -36,9 +36,9 @@ class IncrementalDetokenizer:
             _WindowStream(tokenizer, prompt_ids, skip_special_tokens) if rule is None
             else _ByteStream(tokenizer, rule, prompt_ids, skip_special_tokens))
 
-    def add(self, ids: Sequence[int]) -> str:
+    def add_tokens(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; empty where more are needed."""
-        return self._stream.add(ids)
+        return self._stream.add_tokens(ids)
 
     def finish(self) -> str:
         """Return the rest: U+FFFD for a character cut off by the end. Nothing may be added afterwards."""
@@ -65,7 +65,7 @@ class _ByteStream:
             self._strip = rule.strip
         self._decode(tail, final=False)
 
-    def add(self, ids: Sequence[int]) -> str:
+    def add_tokens(self, ids: Sequence[int]) -> str:
         find, tokenizer = self._tokenizer.token_bytes, self._tokenizer
         if self._skip:
             ids = [token_id for token_id in ids if not tokenizer.is_special(token_id)]
@@ -110,7 +110,7 @@ class _WindowStream:
         self._context = self._visible(prompt_ids[-4 * _CONTEXT:])[-_CONTEXT:]
         self._waiting: list[int] = []
 
-    def add(self, ids: Sequence[int]) -> str:
+    def add_tokens(self, ids: Sequence[int]) -> str:
         text = ""
         for token_id in self._visible(ids):
             self._waiting.append(token_id)

@@ -15,7 +15,7 @@ class StopStrings:
         self._firsts = {string[0] for string in self._strings}
         self._held = ""
 
-    def add(self, text: str, ends: bool = True) -> tuple[str, str | None]:
+    def add_text(self, text: str, ends: bool = True) -> tuple[str, str | None]:
         """Add new text.
 
         Args:

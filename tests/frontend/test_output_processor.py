@@ -88,7 +88,7 @@ def test_stop_strings_by_definition(chunks: list[str], stops: list[str], free: i
     watch, released, text = StopStrings(stops), "", ""
     for number, chunk in enumerate(chunks):
         text += chunk
-        decided, found = watch.add(chunk, number >= free)
+        decided, found = watch.add_text(chunk, number >= free)
         released += decided
         wanted = first_end(text, stops, len("".join(chunks[:free])))
         if wanted is not None:
@@ -180,8 +180,8 @@ def test_the_search_takes_time_proportional_to_the_text() -> None:
     start = time.perf_counter()
     for _ in range(3):
         for _ in range(4000):
-            assert watch.add("a")[1] is None
-        watch.add("b")
+            assert watch.add_text("a")[1] is None
+        watch.add_text("b")
     assert time.perf_counter() - start < 10
 
 

@@ -28,7 +28,7 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 def stream(tokenizer: Tokenizer, prompt: list[int], chunks: list[list[int]], skip: bool = True) -> list[str]:
     """The text of each chunk, then what the end releases."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
-    return [*map(detokenizer.add, chunks), detokenizer.finish()]
+    return [*map(detokenizer.add_tokens, chunks), detokenizer.finish()]
 
 
 def cut(ids: list[int], data: st.DataObject) -> list[list[int]]:
