@@ -57,7 +57,8 @@ class Echo:
     def _token_texts(self, ids: Sequence[int], unseen: int, skip_special_tokens: bool) -> list[str]:
         """The text of each token, empty for the first `unseen`, and the text released at the end."""
         decoder = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens)
-        return [*("" for _ in ids[:unseen]), *(decoder.add_tokens((token,)) for token in ids[unseen:]), decoder.finish()]
+        seen = [decoder.add_tokens((token,)) for token in ids[unseen:]]
+        return [*[""] * unseen, *seen, decoder.finish()]
 
 
 def _distance(text: str, given: str) -> int:
