@@ -58,7 +58,7 @@ class Echo:
         """The text of each token, empty for the first `unseen`, and the text released at the end."""
         decoder = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens)
         seen = [decoder.add_tokens((token,)) for token in ids[unseen:]]
-        return [*[""] * unseen, *seen, decoder.finish()]
+        return [*[""] * len(ids[:unseen]), *seen, decoder.finish()]
 
 
 def _distance(text: str, given: str) -> int:
