@@ -30,7 +30,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
 .PHONY: serve
-serve: .venv/.installed  ## start the server, with the embedded default model unless ARGS names another
+serve: .venv/.installed  ## start the server, with a small default model unless ARGS names another
 	.venv/bin/python -m jaxpaged.server $(ARGS)
 
 .PHONY: test
@@ -45,7 +45,7 @@ test-slow: .venv-test/.installed .venv-test312/.installed  ## the slow tests, an
 	.venv-test312/bin/python -m pytest -q $(TWO)
 
 .PHONY: bench
-bench: .venv-test/.installed  ## offline throughput of the embedded default (WORKLOAD=FILE for a workload, ARGS for flags)
+bench: .venv-test/.installed  ## offline throughput of the default model (WORKLOAD=FILE for a workload, ARGS for flags)
 	.venv-test/bin/python bench/bench_throughput.py $(if $(WORKLOAD),--workload $(WORKLOAD)) $(ARGS)
 
 .PHONY: clean

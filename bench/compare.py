@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--workload", type=Path, nargs="+", required=True, metavar="FILE",
                         help="token ids and output lengths")
     parser.add_argument("--model", default="", help="a .gguf file, or a folder in Hugging Face layout "
-                        "(default: the embedded model)")
+                        "(default: SmolLM2-135M-Instruct)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="(default: all that are installed)")
     parser.add_argument("--python", nargs="+", default=[], metavar="ENGINE=PATH", help="Python that runs an engine")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="(default: %(default)s)")

@@ -155,7 +155,7 @@ class _OldFlag(argparse.Action):
 
 
 def _make_parser(prog: str) -> Parser:
-    parser = new_parser(prog, "Serve a model over the OpenAI protocol; without a model, a small embedded one.")
+    parser = new_parser(prog, "Serve a model over the OpenAI protocol; without MODEL, a small default one.")
     parser.add_argument("-v", "--version", action="version", version=f"jaxpaged {__version__}",
                         help="show the version and exit")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with flags, which the command line overrides")

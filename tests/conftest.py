@@ -31,7 +31,7 @@ settings.load_profile("jaxpaged")
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The embedded default model's .gguf file, downloaded once into the user's cache."""
+    """The default model's .gguf file, downloaded once into the user's cache."""
     from jaxpaged.loading.hub import resolve_model
 
     return Path(resolve_model(DEFAULT_MODEL))

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.conv
                     description="Save a model's parameters with Orbax, beside its config and tokenizer. The directory "
                     "is a MODEL for every command; each device reads only its shard.")
     parser.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL,
-                        help="directory in Hugging Face layout, .gguf file, hub id, or the embedded default")
+                        help="directory in Hugging Face layout, .gguf file, hub id, or the default model")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to create; it must be empty")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                         help="dtype to save in; auto: the checkpoint's (bfloat16 where it is quantised)")

@@ -22,7 +22,7 @@ _HERE = ("auto", "cpu", "cuda")
 def add_device_flag(parser: Parser) -> None:
     """Add --device, which also takes the names of GPUs that are not installed."""
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, auto (default: what is installed), or a GPU that "
-                        "need not be: a100-40g, a100-80g, a10, l4, l40s, h100, h200, b200")
+                        "need not be here: a100-40g, a100-80g, a10, l4, l40s, h100, h200, b200")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.plan") -> int:

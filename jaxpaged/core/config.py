@@ -35,7 +35,7 @@ class EngineConfig:
         ConfigError: a value that cannot work, or one that is not supported yet; the text says what to change.
     """
 
-    model: str = _flag(DEFAULT_MODEL, "directory in Hugging Face layout, .gguf file, hub id, or the embedded default",
+    model: str = _flag(DEFAULT_MODEL, "directory in Hugging Face layout, .gguf file, hub id, or the default model",
                        group="model")
     tokenizer: str | None = _flag(None, "directory, .gguf file or hub id of the tokenizer, if not the model's",
                                   group="model")

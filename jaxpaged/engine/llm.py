@@ -56,7 +56,7 @@ class LLM:
     Ctrl-C ends the running call and its requests, and leaves the LLM usable.
 
     Args:
-        model: a directory, a .gguf file, a hub id, nothing for the embedded default, or a (module, params) pair of a
+        model: a directory, a .gguf file, a hub id, nothing for the default model, or a (module, params) pair of a
             `jaxpaged.models` module and the pure dict of its parameters, which are used in place.
         engine_args: fields of `EngineConfig`: the server's flags, with underscores.
 

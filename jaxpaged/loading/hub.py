@@ -1,4 +1,4 @@
-"""Finds a model's files: a local path, a download from the hub, or the embedded default."""
+"""Finds a model's files: a local path, a download from the hub, or the default model."""
 
 import hashlib
 import os
@@ -44,7 +44,7 @@ def resolve_model(
     """The directory or .gguf file that `model` names, downloaded if need be.
 
     Args:
-        model: a directory, a .gguf file, a hub id, or the embedded default's name.
+        model: a directory, a .gguf file, a hub id, or the default model's name.
         revision: branch, tag or commit of a hub model.
         download_dir: where downloads are stored, instead of the user's cache.
         progress: report downloads on stderr.

@@ -436,7 +436,7 @@ def test_an_unknown_tensor_keeps_its_name(tmp_path: Path) -> None:
     assert open_checkpoint(path).names() == {*random_weights(CONFIG), *extra}
 
 
-# The embedded default.
+# The default model.
 
 
 def test_the_real_header_equals_the_packages_and_opens_quickly(smollm2_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The server as its users meet it: the embedded model, OpenAI's client library, and whatever else comes over HTTP."""
+"""The server as its users meet it: the default model, OpenAI's client library, and whatever else comes over HTTP."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Parameters of requests over HTTP, on the embedded model: what a client asks for is what it gets."""
+"""Parameters of requests over HTTP, on the default model: what a client asks for is what it gets."""
 
 import json
 import math
