@@ -59,10 +59,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.plan
     return 0
 
 
-def device_named(name: str, config: EngineConfig, report: Callable[[str], None]) -> "DeviceInfo":
+def device_named(
+    name: str, config: EngineConfig, report: Callable[[str], None], *, compiling: bool = True
+) -> "DeviceInfo":
     """The device to plan and compile for: an installed one, or a GPU by its name.
 
-    Without a compiler for that GPU `devices` is empty, and `report` gets a line with the reason.
+    Of a GPU by its name `devices` is empty unless `compiling`, or if there is no compiler; `report` gets the reason.
     """
     # imported late: --help and errors in flags are quick
     from jaxpaged.execution import aot
@@ -75,10 +77,11 @@ def device_named(name: str, config: EngineConfig, report: Callable[[str], None])
     gpu = find_gpu(name)
     fix_platform("cpu")
     devices: tuple[jax.Device, ...] = ()
-    try:
-        devices = aot.compile_only_devices(gpu, count)
-    except ConfigError as error:
-        report(str(error))
+    if compiling:
+        try:
+            devices = aot.compile_only_devices(gpu, count)
+        except ConfigError as error:
+            report(str(error))
     return DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, devices)
 
 
@@ -99,7 +102,7 @@ def _plan(
     from jaxpaged.loading.hub import resolve_config
 
     hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
-    device = device_named(device_name, config, _say)
+    device = device_named(device_name, config, _say, compiling=compiling)
     compiling = compiling and temporaries_matter(config, device)
     if compiling:
         _say("compiling the largest step ...")

@@ -214,6 +214,14 @@ def test_the_plan_of_a_gpu_comes_from_a_compiled_step(tmp_path: Path, capsys: py
     assert 10 * 2**20 < compiled["temporary_bytes"] <= bound["temporary_bytes"] < compiled["memory_bytes"] // 50
 
 
+def test_a_bound_asks_for_no_compiler(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    argv = [write(tmp_path, PUBLISHED["Llama-3.1-8B"].config), "--device", "h200"]
+    assert main(argv) == 0 and "needs JAX's CUDA plugin" in capsys.readouterr().err
+    assert main([*argv, "--no-compile"]) == 0 and not capsys.readouterr().err
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nothing")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
