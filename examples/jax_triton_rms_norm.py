@@ -1,6 +1,6 @@
 """A kernel written in Triton's own language, called from JAX on the same arrays as jaxpaged's: through jax-triton.
 
-    pip install "jaxpaged[cuda12,triton]"
+    pip install ".[cuda12,triton]"
     python examples/jax_triton_rms_norm.py
 
 jaxpaged itself never takes this way: its kernels are Pallas', which compile for a GPU that is not there, and jax-triton
