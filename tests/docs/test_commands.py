@@ -30,6 +30,7 @@ NOT_RUN: dict[str, str] = {
     "make test-slow": INSTALLS,
     "make test-slow PY312=/path/to/python3.12": INSTALLS,
     "pip install .": INSTALLS,
+    "pip install openai": INSTALLS,
     'pip install ".[cuda12]"': INSTALLS,
     'pip install ".[cuda13]"': INSTALLS,
     'pip install ".[test]"': INSTALLS,
