@@ -45,7 +45,7 @@ class ShardedRow:
 
 
 def compile_sharded(layers: int) -> list[ShardedRow]:
-    """Compile the programs of the model cut to so many layers."""
+    """Compile the programs of the model cut to `layers` layers."""
     import jax
 
     from bench import gpu_code
@@ -63,7 +63,7 @@ def compile_sharded(layers: int) -> list[ShardedRow]:
     with aot.no_persistent_cache():
         for name in PROGRAMS:
             with tempfile.TemporaryDirectory() as folder:
-                facts = gpu_code.analyse(programs.compile(name, aot.dump_options(Path(folder))), Path(folder))
+                facts = gpu_code.analyze(programs.compile(name, aot.dump_options(Path(folder))), Path(folder))
             rows.append(ShardedRow(
                 program=f"{name[0]}[{name[1]}]", layers=layers, weight_bytes=weights,
                 pool_bytes=layout.memory.pool_bytes * layers // MODEL["num_hidden_layers"],

@@ -100,7 +100,7 @@ def compile_rows(gpu_name: str, models: tuple[str, ...], layers: int) -> list[Ro
 
 
 def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) -> tuple[Any, Any]:
-    """The engine's programs for a model cut to so many layers, and the layout of the whole model.
+    """The engine's programs for a model cut to `layers` layers, and the layout of the whole model.
 
     Args:
         device: a DeviceInfo, whose devices may be compile-only ones.
@@ -132,7 +132,7 @@ def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, mo
         dump = Path(folder)
         with gpu_code.mosaic_dump(dump):
             compiled = programs.compile(program, aot.dump_options(dump))
-        facts = gpu_code.analyse(compiled, dump, kernels=KERNELS)
+        facts = gpu_code.analyze(compiled, dump, kernels=KERNELS)
     names = [launch.name for launch in facts.work]
     marks = [index for index, name in enumerate(names) if name.startswith(PER_LAYER_KERNEL)]
     kernels = []

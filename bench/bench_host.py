@@ -66,7 +66,7 @@ def make_engine(arguments: dict[str, Any]) -> Any:
 
 
 def measure(engine: Any, clock: Clock, running: int, waiting: int, steps: int) -> dict[str, Any]:
-    """Figures of `steps` steps with so many requests, all of them decoding or waiting; milliseconds per step."""
+    """Figures of `steps` steps with these numbers of running (decoding) and waiting requests; milliseconds per step."""
     from jaxpaged.core.messages import EngineRequest
     from jaxpaged.core.sampling_params import SamplingParams
 

@@ -26,7 +26,7 @@ from tests.support.scripted_model import write_counting_model
 
 
 def follow(address: tuple[str, int], streams: int, tokens: int) -> None:
-    """Read so many streams at once to their ends, with little work, in this process."""
+    """Read `streams` streams concurrently to their ends, with little work, in this process."""
     body = (b'{"prompt": [1], "max_tokens": %d, "temperature": 0, "ignore_eos": true, "stream": true}' % tokens)
     head = (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n" % len(body))

@@ -29,7 +29,7 @@ def request(name: str, seed: int, length: int, max_tokens: int) -> EngineRequest
 
 
 def gaps(engine: Any, steps: int, until: str | None = None) -> list[float]:
-    """Seconds between tokens of the streams, over so many steps or until this request's first token."""
+    """Seconds between tokens of the streams, over `steps` steps or until this request's first token."""
     found: list[float] = []
     last: dict[str, float] = {}
     for _ in range(steps):

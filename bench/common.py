@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: a prompt of token ids, and exactly so many tokens to generate."""
+    """One request: a prompt of token ids, and the exact number of tokens to generate."""
 
     prompt: tuple[int, ...]
     output_len: int

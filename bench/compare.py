@@ -2,7 +2,7 @@
 
     python bench/compare.py --workload FILE.json [FILE.json ...]
 
-transformers runs in float32 in static batches, sorted by output length so that few rows go on after their end, and
+transformers runs in float32 in static batches, sorted by output length so that few rows run past their end, and
 padded on the left. vLLM, OpenVINO GenAI (with optimum-intel) and llama.cpp's server join where they are installed; one
 that needs an environment of its own is named with --python. Every run is a process of its own. Other flags are the
 server's and go to jaxpaged.

@@ -162,7 +162,7 @@ _MOSAIC = "_mosaic_gpu_kernel"
 _MOSAIC = "_mosaic_gpu_kernel"
 
 
-def analyse(compiled: jax.stages.Compiled, dump: Path | None = None, *, kernels: str = "") -> ProgramCode:
+def analyze(compiled: jax.stages.Compiled, dump: Path | None = None, *, kernels: str = "") -> ProgramCode:
     """Read a compiled program.
 
     Args:

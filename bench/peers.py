@@ -151,7 +151,7 @@ def run_openvino(setting: Setting) -> Iterator[Callable[[Sequence[Job]], Ids]]:
 
 @contextmanager
 def run_llama_server(setting: Setting) -> Iterator[Callable[[Sequence[Job]], Ids]]:
-    """llama.cpp's server on PATH, on the .gguf file as it is: quantised weights stay quantised."""
+    """llama.cpp's server on PATH, on the .gguf file as it is: quantized weights stay quantized."""
     import httpx
 
     url = "http://127.0.0.1:8177"
@@ -211,7 +211,7 @@ def measure(engine: str, workload: Workload, setting: Setting) -> Run:
 
 
 def export_weights(model: Path, folder: Path) -> None:
-    """Write a .gguf file as float32 in Hugging Face layout, dequantised by transformers itself."""
+    """Write a .gguf file as float32 in Hugging Face layout, dequantized by transformers itself."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

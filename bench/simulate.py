@@ -87,7 +87,7 @@ def run_point(dataset: str, variant: Variant, rate: float, device: Device, reque
     traffic = poisson_traffic(DATASETS[dataset], rate, requests, seed=seed, context=device.context,
                               hint_error=variant.hint_error)
     run = simulate(traffic, device, variant.policy)
-    every, important = run.normalised_latency(), run.normalised_latency(priority=0)
+    every, important = run.normalized_latency(), run.normalized_latency(priority=0)
     return Point(dataset, variant.label, rate, every["mean"], every["p99"], important["mean"], important["p99"],
                  run.first_token()["p99"], run.mean_running, run.mean_filled, run.preemptions)
 
@@ -145,17 +145,17 @@ def plot(points: Sequence[Point], path: Path) -> None:
     panels = (("mean, by memory", "mean", (reserve, power, fcfs)),
               ("mean, by policy", "mean", (fcfs, priority, *predicted)),
               ("P99, by policy", "p99", (fcfs, priority, *predicted)))
-    colours = dict(zip((variant.label for variant in VARIANTS), ("C3", "C5", "C0", "C1", "C2", "C4"), strict=True))
+    colors = dict(zip((variant.label for variant in VARIANTS), ("C3", "C5", "C0", "C1", "C2", "C4"), strict=True))
     for row, dataset in zip(grid, datasets, strict=True):
         for axes, (title, field, labels) in zip(row, panels, strict=True):
             for label in labels:
                 curve = [point for point in points if (point.dataset, point.variant) == (dataset, label)]
                 name = "paged, fcfs" if label == fcfs and reserve in labels else label
                 axes.plot([point.rate for point in curve], [getattr(point, field) for point in curve], "o-",
-                          color=colours[label], markersize=3, label=name)
+                          color=colors[label], markersize=3, label=name)
                 if label == priority:
                     axes.plot([point.rate for point in curve],
-                              [getattr(point, f"important_{field}") for point in curve], "o--", color=colours[label],
+                              [getattr(point, f"important_{field}") for point in curve], "o--", color=colors[label],
                               markersize=3, label="priority, the important tenth")
             axes.set(title=f"{dataset}: {title}", xlabel="requests/s", ylabel="seconds per output token",
                      yscale="log")
@@ -251,7 +251,7 @@ def _mixed(args: argparse.Namespace, device: Device) -> None:
             meanwhile = [item.first_token for item in others
                          if long.time <= item.arrival.time <= long.time + took.first_token]
             rows.append([f"{rate:g}", name, f"{spread([item.end for item in others])['mean']:.2f}",
-                         f"{spread([item.normalised for item in others])['p99']:.3f}",
+                         f"{spread([item.normalized for item in others])['p99']:.3f}",
                          f"{spread(meanwhile)['mean']:.2f}", f"{took.first_token:.1f}" if run is both else ""])
     print_table(
         f"{args.requests:,} requests like {dataset} and one prompt of {length:,} tokens, which alone takes "

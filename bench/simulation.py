@@ -69,7 +69,7 @@ class Outcome:
     end: float
 
     @property
-    def normalised(self) -> float:
+    def normalized(self) -> float:
         """Seconds per token of the answer, from arrival to end (as in Orca and vLLM's papers)."""
         return self.end / self.arrival.output_tokens
 
@@ -90,9 +90,9 @@ class Run:
     mean_running: float
     mean_filled: float
 
-    def normalised_latency(self, priority: int | None = None) -> dict[str, float]:
+    def normalized_latency(self, priority: int | None = None) -> dict[str, float]:
         """Mean, median and P99 of seconds per token, of all requests or of one priority."""
-        return spread([item.normalised for item in self.outcomes
+        return spread([item.normalized for item in self.outcomes
                        if priority is None or item.arrival.priority == priority])
 
     def first_token(self) -> dict[str, float]:

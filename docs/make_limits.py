@@ -44,7 +44,7 @@ def _text(item: Field[Any]) -> str:
 
 
 def _value(name: str, value: Any) -> str:
-    """A default or limit as people write it."""
+    """A default or limit in readable form."""
     if value in (None, (), ""):
         return ""
     if isinstance(value, bool):

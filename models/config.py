@@ -83,7 +83,7 @@ class MLPSpec:
     bias: bool = False
 
 
-# What may stand in a layer; each kind has a module of its own. Latent attention and recurrent state become further
+# What a layer may consist of; each kind has a module of its own. Latent attention and recurrent state become further
 # mixers, experts a further MLP.
 MixerSpec = AttentionSpec
 AnyMLPSpec = MLPSpec
@@ -94,7 +94,7 @@ class LayerSpec:
     """One layer: a mixer, which moves information between tokens, then an MLP, both added to the residual.
 
     Attributes:
-        norms: where they stand: before each of the two, after each (before it is added), both; or "parallel": mixer
+        norms: where they are: before each of the two, after each (before it is added), both; or "parallel": mixer
             and MLP read the same normed input ("parallel_separate": each normed by its own), and are added together.
         residual_scale: factor on what mixer and MLP add.
     """
@@ -160,7 +160,7 @@ class ModelConfig:
             for index, layer in enumerate(self.layers)))
 
     def part(self, devices: int, kv_devices: int) -> "ModelConfig":
-        """The attention that each of `devices` devices computes, of which `kv_devices` hold different KV heads."""
+        """The attention that each of `devices` devices computes; the KV heads are divided over `kv_devices` of them."""
         return replace(self, layers=tuple(
             replace(layer, mixer=replace(layer.mixer, num_heads=layer.mixer.num_heads // devices,
                                          num_kv_heads=layer.mixer.num_kv_heads // kv_devices))

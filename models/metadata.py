@@ -154,7 +154,7 @@ def make_metadata(
 def gpu_tiles(
     target: GpuTarget, tokens: int, shape: WorkShape, dtype: jnp.dtype, cache_dtype: jnp.dtype
 ) -> AttentionTiles:
-    """The GPU's tiles for a step of so many tokens."""
+    """The GPU's tiles for a step of `tokens` tokens."""
     return paged_attention.choose_tiles(target, tokens, shape.num_heads // shape.num_kv_heads, shape.head_dim,
                                         dtype, cache_dtype, is_biased=shape.is_biased)
 

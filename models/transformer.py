@@ -45,11 +45,11 @@ class DecoderLayer(nnx.Module):
         normed = _apply(self.attn_norm, x)
         y, pages = self.attn(normed, pages, meta)
         if self.parallel:
-            return self._add(x, y + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))), pages
-        x = self._add(x, _apply(self.attn_post_norm, y))
-        return self._add(x, _apply(self.mlp_post_norm, self.mlp(_apply(self.mlp_norm, x)))), pages
+            return self._add_residual(x, y + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))), pages
+        x = self._add_residual(x, _apply(self.attn_post_norm, y))
+        return self._add_residual(x, _apply(self.mlp_post_norm, self.mlp(_apply(self.mlp_norm, x)))), pages
 
-    def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _add_residual(self, x: jax.Array, y: jax.Array) -> jax.Array:
         return x + y if self.residual_scale == 1 else x + y * jnp.asarray(self.residual_scale, y.dtype)
 
 

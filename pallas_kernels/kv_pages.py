@@ -2,8 +2,8 @@
 
 The layout is [P, S, K, H] on every platform. For the GPU kernels [P, K, S, H] would work as well: both compile to the
 same loads, 16 bytes per thread along H, and a (page, head) is a plain box of memory for TMA in either. The CPU paths
-read all heads of a token together, which are neighbours in this layout. Scales are [P, K, S]: a GPU program reads one
-head's scales of many tokens, and these are then neighbours.
+read all heads of a token together, which are neighbors in this layout. Scales are [P, K, S]: a GPU program reads one
+head's scales of many tokens, and these are then neighbors.
 
 Axis letters: P pages, S page size, K kv heads, H head dim, T tokens.
 """

@@ -67,7 +67,7 @@ class GpuTarget:
 
     @property
     def generation(self) -> str:
-        """Key of the tile tables. "ada" stands for all with its small shared memory, so also for (8, 6) and (12, 0)."""
+        """Key of the tile tables. "ada" covers all with its small shared memory, so also for (8, 6) and (12, 0)."""
         if (9, 0) <= self.compute_capability < (12, 0):
             return "hopper"
         return "ada" if self.compute_capability >= (8, 6) else "ampere"

@@ -1,7 +1,7 @@
 """The one module that knows Pallas' Mosaic GPU lowering; no other may import `jax.experimental.pallas.mosaic_gpu`.
 
 Mosaic GPU is for Hopper: TMA loads into shared memory, barriers, wgmma. Its interpreter runs such kernels on a CPU and
-detects races, but lacks what `Tensors` has stand-ins for there: operands of wgmma in registers, which take a detour
+detects races, but lacks what `Tensors` has replacements for there: operands of wgmma in registers, which take a detour
 through shared memory, and in jax 0.10 also layouts of values in registers and transposed operands, which jax 0.11 and
 0.12 interpret as they are compiled. These parts of the compiled kernel have only been compiled. It also sees
 no race of a wgmma that reads what a load has not yet written, and does not know that a load into an `operand` has to

@@ -19,7 +19,7 @@ def paged_attention(
     k_pool: jax.Array,  # [P, S, K, H] float32
     v_pool: jax.Array,  # [P, S, K, V] float32; V may differ from H
     block_table: jax.Array,  # [slots + 1, width] int32; stale entries are fine, out of range ones are not
-    slot: jax.Array,  # [T] int32; the tokens of one slot are neighbours, in order; padding has the last slot
+    slot: jax.Array,  # [T] int32; the tokens of one slot are neighbors, in order; padding has the last slot
     position: jax.Array,  # [T] int32
     rule: AttentionRule,
     bias: HeadBias,

@@ -181,8 +181,8 @@ def _attention_kernel(
         position = first_position + token
         valid = token < tokens
         row_mask = _with_lanes(valid, lane, head_dim)
-        q_place = ((first_row + token)[:, None], head[:, None], lane[None, :])
-        q = load(q_ref.at[q_place], row_mask, 0)
+        q_index = ((first_row + token)[:, None], head[:, None], lane[None, :])
+        q = load(q_ref.at[q_index], row_mask, 0)
         slope = None if slopes_ref is None else load(slopes_ref.at[head], valid, 0) * LOG2E
 
         def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -227,7 +227,7 @@ def _attention_kernel(
         safe = jnp.where(total > 0, total, 1)
         result = weighted / safe[:, None]
         logsum = jnp.where(total > 0, highest + jnp.log2(safe), MASKED)
-        store(out_ref.at[q_place], result.astype(out_ref.dtype), row_mask & (part < 0))
+        store(out_ref.at[q_index], result.astype(out_ref.dtype), row_mask & (part < 0))
         store(partials_ref.at[part, kv_head, row[:, None], lane[None, :]], result, row_mask & (part >= 0))
         store(logsums_ref.at[part, kv_head, row], logsum, valid & (part >= 0))
 

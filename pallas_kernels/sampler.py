@@ -50,7 +50,7 @@ def sample(
     target: GpuTarget,
 ) -> tuple[jax.Array, jax.Array]:
     """Ids [B] int32, FAILED where a row's logits are not finite, and `last_id` with them at their slots, at least 0."""
-    ids, last_id = _launch(logits, parameters, slot, position, last_id, target, tells_lowest=False)
+    ids, last_id = _launch(logits, parameters, slot, position, last_id, target, returns_lowest=False)
     return ids, last_id
 
 
@@ -64,20 +64,20 @@ def sample_with_cutoff(
     target: GpuTarget,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `sample`, and the lowest logit [B] float32 that a row was drawn from; minus infinity for greedy rows."""
-    ids, last_id, lowest = _launch(logits, parameters, slot, position, last_id, target, tells_lowest=True)
+    ids, last_id, lowest = _launch(logits, parameters, slot, position, last_id, target, returns_lowest=True)
     return ids, last_id, lowest
 
 
 def _launch(
     logits: jax.Array, parameters: SlotParameters, slot: jax.Array, position: jax.Array, last_id: jax.Array,
-    target: GpuTarget, *, tells_lowest: bool,
+    target: GpuTarget, *, returns_lowest: bool,
 ) -> tuple[jax.Array, ...]:
     rows, vocab = logits.shape
     assert logits.dtype == jnp.float32 and slot.shape == position.shape == (rows,), (logits, slot, position)
     tiles = SAMPLER[target.generation]
     block = min(tiles.block, max(16, 1 << (vocab - 1).bit_length()))
     outputs = [jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct(last_id.shape, jnp.int32)]
-    outputs += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * tells_lowest
+    outputs += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * returns_lowest
     return tuple(launch(
         partial(_kernel, block=block),
         logits, *parameters, slot, position, last_id,

@@ -16,8 +16,8 @@ class AttentionTiles:
         block: tokens of context per iteration.
         num_warps, num_stages: see `lowering.launch`.
         programs_per_sm: the number that fit one multiprocessor, by registers and shared memory.
-        token_rows: minimum rows of a token in a tile; more than the heads of its group where only whole runs
-            of so many can be loaded.
+        token_rows: minimum rows of a token in a tile; more than the heads of its group where rows can only
+            be loaded in runs of this length.
         mosaic: the program is `mosaic_attention`'s.
     """
 

@@ -70,7 +70,7 @@ def make_work_list(
     """Cut a step.
 
     Args:
-        slot: [T] int32; the tokens of one slot are neighbours, in order; padding rows have `null_slot`.
+        slot: [T] int32; the tokens of one slot are neighbors, in order; padding rows have `null_slot`.
         position: [T] int32.
         window: see `AttentionRule`; context that no token of a tile sees is left out.
     """

@@ -69,7 +69,7 @@ def make_tile_list(slot: jax.Array, position: jax.Array, null_slot: int, sizes: 
     """Cut a step into tiles.
 
     Args:
-        slot: [T] int32; the tokens of one slot are neighbours, in order; padding rows have `null_slot`.
+        slot: [T] int32; the tokens of one slot are neighbors, in order; padding rows have `null_slot`.
         position: [T] int32.
     """
     tokens = slot.shape[0]

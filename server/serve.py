@@ -99,7 +99,7 @@ class _Server:
         local = dataclasses.replace(config, model=str(path))
         self._client = EngineClient(local, timeout=self._config.engine_timeout, on_death=self._on_engine_death)
         # The web framework is slow to import, so the engine process starts first.
-        from jaxpaged.server.routes.api import TOKENISE_THREADS, Api
+        from jaxpaged.server.routes.api import TOKENIZE_THREADS, Api
 
         files, info = await asyncio.gather(asyncio.to_thread(load_text_files, local), self._client.ready())
         info = dataclasses.replace(info, model=config.model)
@@ -112,7 +112,7 @@ class _Server:
         self._client.serve(info, front)
         tokenizer = front.tokenizer
         if tokenizer.hf.chat_template:
-            self._templates = TemplateProcesses(tokenizer.own_chat_template(), count=TOKENISE_THREADS,
+            self._templates = TemplateProcesses(tokenizer.own_chat_template(), count=TOKENIZE_THREADS,
                                                 timeout=self._config.chat_template_timeout,
                                                 memory=LIMITS.max_template_bytes)
             tokenizer.render_chat_template = self._templates.render

@@ -1,4 +1,4 @@
-"""Who may import whom: one table, checked against every import statement of the product."""
+"""Which room may import which: one table, checked against every import statement of the product."""
 
 import ast
 import json
@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # Modules that do not lie on their room's floor. Those without a room start the commands; those of the server are what
 # its rooms read.
-PLACES = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
+ROOM_OF = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
           "models.__main__": "entry", "server.args": "server.args", "server.logs": "server.logs"}
 ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers")), "server.logs": ((), ())}
 MAX_FLOORS = 9
@@ -66,8 +66,8 @@ MODULES = dict(_modules())
 
 
 def _room(module: str) -> str:
-    if module in PLACES:
-        return PLACES[module]
+    if module in ROOM_OF:
+        return ROOM_OF[module]
     parts = module.split(".")
     return next(room for end in (2, 1) if (room := ".".join(parts[:end])) in ROOMS)
 
@@ -106,7 +106,7 @@ def test_imports_follow_the_table(module: str) -> None:
 
 
 def test_rooms_lie_on_at_most_nine_floors() -> None:
-    """A room stands above all those that it may import, so there is no circle."""
+    """A room is one floor above the highest room that it may import, so there is no circle."""
     floors: dict[str, int] = {}
 
     def floor(room: str, above: tuple[str, ...] = ()) -> int:

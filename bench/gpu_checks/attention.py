@@ -78,7 +78,7 @@ class Step:
 
 
 def attention(step: Step, target: Any, *, rule: Any = None, bias: Any = None, calls: int = 1) -> Any:
-    """The engine's attention as a jitted function of (q, pages, table, slot, position), so many times in a row."""
+    """The engine's attention, `calls` times in a row, as a jitted function of (q, pages, table, slot, position)."""
     import jax
 
     from jaxpaged.pallas_kernels import paged_attention

@@ -93,7 +93,7 @@ def compile_programs(
         return CompiledProgram(executable, seconds, aot.facts_of(executable), *counted)
 
     done: dict[ProgramName, CompiledProgram] = {}
-    # Programs read back from a cache, on disk or in memory, cannot be serialised again.
+    # Programs read back from a cache, on disk or in memory, cannot be serialized again.
     jax.clear_caches()
     with (aot.no_persistent_cache(), ThreadPoolExecutor(jobs) as threads,
           tqdm(total=len(names), desc="Compiling programs", unit="program") as bar):

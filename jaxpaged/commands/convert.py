@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.conv
                         help="directory in Hugging Face layout, .gguf file, hub id, or the default model")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to create; it must be empty")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                        help="dtype to save in; auto: the checkpoint's (bfloat16 where it is quantised)")
+                        help="dtype to save in; auto: the checkpoint's (bfloat16 where it is quantized)")
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub model")
     parser.add_argument("--download-dir", metavar="TEXT", help="directory for downloads (default: the user's cache)")
     arguments = parser.parse_args(argv)

@@ -31,24 +31,24 @@ class KVGroup:
         return 0 if self.window is None else max(position - self.window + 1, 0) // block_size
 
     def prefix_blocks(self, num_blocks: int, block_size: int) -> int:
-        """Number of the last blocks of a prefix of so many that the token behind it sees."""
+        """Number of blocks of a prefix of `num_blocks` that the next token sees; they are the last ones."""
         return num_blocks - self.first_needed(num_blocks * block_size, block_size)
 
     def max_blocks(self, block_size: int, max_chunk: int) -> int:
-        """Blocks that a request has at once, at most, if a step computes at most `max_chunk` tokens of it."""
+        """Maximum number of blocks that a request has at once, if a step computes at most `max_chunk` of its tokens."""
         if self.window is None:
             return UNBOUNDED
         return -(-(self.window - 1 + max_chunk) // block_size) + 1
 
 
 def units_for(groups: Sequence[KVGroup], tokens: int, block_size: int, max_chunk: int) -> int:
-    """Units that a request of so many tokens has at once, at most."""
+    """Maximum number of units that a request of `tokens` tokens has at once."""
     blocks = -(-tokens // block_size)
     return sum(group.width * min(blocks, group.max_blocks(block_size, max_chunk)) for group in groups)
 
 
 def max_tokens(groups: Sequence[KVGroup], num_units: int, block_size: int, max_chunk: int) -> int:
-    """Tokens of the longest request that has room in so many units; UNBOUNDED where only windows have to fit."""
+    """Tokens of the longest request that fits into `num_units` units; UNBOUNDED where only windows have to fit."""
     low, high = 0, UNBOUNDED // block_size
     while low < high:
         middle = (low + high + 1) // 2

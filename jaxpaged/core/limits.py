@@ -19,7 +19,7 @@ class Limits:
     `ServerConfig`.
     """
 
-    # Sampling parameters. The sampling programs have room for so many in each row of the batch.
+    # Sampling parameters. The sampling programs have room for this number in each row of the batch.
     max_logit_bias: int = _limit(MAX_LOGIT_BIAS, "entries of logit_bias")
     max_bad_words: int = _limit(MAX_BAD_WORDS, "texts in bad_words")
     max_bad_word_tokens: int = _limit(MAX_BAD_WORD_TOKENS, "tokens of a text in bad_words")

@@ -35,7 +35,7 @@ class StructuredOutputsParams:
     Args:
         json: a JSON schema, as a dict or as text.
         regex: a regular expression that the whole text matches.
-        choice: texts of which one is the whole text.
+        choice: the whole text is one of these.
         grammar: a context-free grammar, in Lark's or in GBNF's notation.
         json_object: any JSON object.
 
@@ -73,7 +73,7 @@ class SamplingParams:
 
     Args:
         n: number of choices, at least 1.
-        best_of: choices to draw, >= n, of which the n with the highest cumulative log probability are returned.
+        best_of: choices to draw, >= n; the n with the highest cumulative log probability are returned.
         presence_penalty, frequency_penalty: -2 to 2.
         repetition_penalty: > 0; 1 is off.
         temperature: >= 0; 0 is greedy.

@@ -206,7 +206,7 @@ class AsyncLLM:
         self._on_loop(self._deliver, outputs)
 
     def _on_loop(self, call: Any, argument: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all waiting callers
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call, argument)
 

@@ -22,7 +22,7 @@ from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.interrupts import DeferredInterrupts
 from jaxpaged.engine.startup import InMemoryModel
-from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalised
+from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalized
 from jaxpaged.frontend.front import Front, load_text_files
 from jaxpaged.frontend.input_processor import ProcessedRequest
 
@@ -216,7 +216,7 @@ class LLM:
         outputs = []
         for output in self._run_all(requests, use_tqdm):
             assert output.embedding is not None, f"{output.request_id} ended without an embedding"
-            vector = tuple(normalised(output.embedding)) if normalize else output.embedding
+            vector = tuple(normalized(output.embedding)) if normalize else output.embedding
             outputs.append(EmbeddingRequestOutput(output.request_id, output.prompt_token_ids, EmbeddingOutput(vector)))
         return outputs
 

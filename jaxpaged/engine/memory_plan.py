@@ -156,7 +156,7 @@ def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, sampl
 
 
 def tokens_text(tokens: int) -> str:
-    """The length of the longest request for people; UNBOUNDED where windows alone have to fit."""
+    """The length of the longest request, as text; says so where windows alone have to fit."""
     return f"{tokens:,} tokens" if tokens < UNBOUNDED // 2 else "requests of any length"
 
 

@@ -45,7 +45,7 @@ MAX_USABLE_SHARE = 0.97  # of a GPU's memory: its driver reserves some
 
 @dataclass(frozen=True, slots=True)
 class DeviceDescription:
-    """One device by its facts: platform "cpu" or "cuda", its name for people, its memory in bytes."""
+    """One device by its facts: platform "cpu" or "cuda", its display name, its memory in bytes."""
 
     platform: str
     kind: str
@@ -155,7 +155,7 @@ def make_layout(
         report: called with a line where the context had to be lowered.
 
     Raises:
-        ConfigError: the model does not fit, or cannot be divided over so many devices.
+        ConfigError: the model does not fit, or cannot be divided over that number of devices.
     """
     on_cpu = device.platform == "cpu"
     partition = partition_of(model, config.tensor_parallel_size)
@@ -208,7 +208,7 @@ def lengths_of_interest(max_model_len: int) -> tuple[int, ...]:
 def _remedies(
     layout: EngineLayout, config: EngineConfig, model: ModelConfig, whole: ModelDefinition, on_cpu: bool
 ) -> list[str]:
-    """Flags, each of which would make room by itself."""
+    """Flags that would each make room by themselves."""
     memory, size, min_pool = layout.memory, layout.partition.size, 2 * layout.memory.block_bytes
     fixed = memory.temporary_bytes + memory.reserve_bytes + min_pool
 

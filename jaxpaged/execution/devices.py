@@ -16,7 +16,7 @@ from jaxpaged.core.quiet_start import has_nvidia_gpu, without_cuda_notices
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Equal devices by name: platform "cpu" or "cuda", kind for people, memory in bytes.
+    """Equal devices by name: platform "cpu" or "cuda", kind as the display name, memory in bytes.
 
     The memory is each device's, or what the process may use in all on CPU.
     """
@@ -51,7 +51,7 @@ def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEM
         if wanted == "auto" and platform == "cuda":
             return select_device("cpu", count, memory_share)
         hint = "install jaxpaged[cuda12] or jaxpaged[cuda13], or use --device cpu" if platform == "cuda" else \
-            f"JAX was told to use {_fixed_platforms()}; unset that or use --device cuda"
+            f"JAX is configured to use {_fixed_platforms()}; unset that or use --device cuda"
         reason = (str(error).splitlines() or ["JAX finds none"])[0]
         raise ConfigError(f"no {platform} device: {reason}; {hint}") from error
     if len(devices) < count:

@@ -60,7 +60,7 @@ def sample_full_in_kernels(
     logits: jax.Array, state: SamplingState, processors: ProcessorState, last_id: jax.Array, slot: jax.Array,
     position: jax.Array, step_allowed: jax.Array, *, num_top: int, processed_logprobs: bool, target: GpuTarget,
 ) -> tuple[jax.Array, ProcessorState, jax.Array, jax.Array]:
-    """As `sample_full`, for a GPU: without a sort, a loop or a branch, each of which would cut its CUDA graph.
+    """As `sample_full`, for a GPU: without sorts, loops and branches, which would split its CUDA graph.
 
     Args:
         state: of all slots, as `processors`.

@@ -41,12 +41,6 @@ class GpuSpec:
     registers_per_sm = 65536  # in every generation here
 
     @property
-    def arch(self) -> str:
-        """The name that ptxas knows, "sm_90a": Hopper and later have instructions that need the suffix."""
-        major, minor = self.compute_capability
-        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-
-    @property
     def config_text(self) -> str:
         """XLA's GpuTargetConfigProto, as text."""
         major, minor = self.compute_capability

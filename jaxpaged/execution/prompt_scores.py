@@ -78,7 +78,7 @@ def part_of(chunk: ScheduledChunk, first: int, count: int, block_size: int) -> S
 
 
 def runs_of(parts: Iterable[ScheduledChunk]) -> Iterator[list[ScheduledChunk]]:
-    """Neighbours of one kind that fit into SCORED_ROWS together."""
+    """Neighbors of one kind that fit into SCORED_ROWS together."""
     run: list[ScheduledChunk] = []
     room = SCORED_ROWS
     for part in parts:

@@ -60,5 +60,5 @@ class StepShape:
         return tuple(sorted({self.samples_of(size) for size in self.sizes}, reverse=True))
 
     def size_for(self, tokens: int, samples: int = 0) -> int:
-        """The smallest size that holds so many tokens and sampled rows."""
+        """The smallest size that holds `tokens` tokens and `samples` sampled rows."""
         return next(size for size in self.sizes if size >= tokens and self.samples_of(size) >= samples)

@@ -1,6 +1,6 @@
 """Sums and maxima over a vocabulary that is sharded over devices.
 
-Each device has a run of neighbouring columns of an array [B, V]. One or a few numbers per row cross between devices,
+Each device has a run of neighboring columns of an array [B, V]. One or a few numbers per row cross between devices,
 under a name that the compiled program keeps.
 """
 

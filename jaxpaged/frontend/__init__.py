@@ -1,1 +1,1 @@
-"""The text side of an engine, wherever it runs: requests checked and tokenised, outputs detokenised, metrics."""
+"""The text side of an engine, wherever it runs: requests checked and tokenized, outputs detokenized, metrics."""

@@ -11,7 +11,7 @@ class ContextWindow:
 
     Attributes:
         max_model_len: maximum number of tokens, of prompt and output together.
-        max_token_chars: maximum number of characters that one token stands for; None where there is no bound.
+        max_token_chars: maximum characters of text that one token decodes to; None where there is no bound.
     """
 
     max_model_len: int

@@ -29,7 +29,7 @@ def for_embedding(request: ProcessedRequest, pooling: object) -> ProcessedReques
         replace(sequence, pooling=kind, skip_prefix_read=True) for sequence in request.sequences))
 
 
-def normalised(values: Sequence[float]) -> list[float]:
+def normalized(values: Sequence[float]) -> list[float]:
     """The vector of length 1 in this direction."""
     length = math.sqrt(math.fsum(value * value for value in values)) or 1.0
     return [value / length for value in values]

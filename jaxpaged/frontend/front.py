@@ -63,7 +63,7 @@ def load_text_files(config: EngineConfig, *, in_memory: bool = False) -> TextFil
 
 
 class Front:
-    """Checks and tokenises requests, turns an engine's outputs into text, and counts both.
+    """Checks and tokenizes requests, turns an engine's outputs into text, and counts both.
 
     All methods belong to one thread; `inputs` may be used by several.
 

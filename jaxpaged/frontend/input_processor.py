@@ -19,7 +19,7 @@ from jaxpaged.core.sampling_params import (
 from jaxpaged.frontend.context_window import ContextWindow
 from jaxpaged.frontend.output_processor import sequence_ids
 from jaxpaged.text.bounded_cache import BoundedCache
-from jaxpaged.text.conversation import normalise_messages
+from jaxpaged.text.conversation import normalize_messages
 from jaxpaged.text.structured_outputs import GrammarCompiler
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -174,7 +174,7 @@ class InputProcessor:
         """
         if isinstance(messages, Sequence):
             check_at_most("messages", "messages", len(messages), self._limits.max_messages)
-        normal = normalise_messages(messages)
+        normal = normalize_messages(messages)
         tokenizer = self._needed_tokenizer("messages")
         self._context.check_text(sum(len(message["content"]) for message in normal), "messages")
         text, ids = tokenizer.apply_chat_template(
@@ -190,7 +190,7 @@ class InputProcessor:
         """Ids of a text. They may exceed the context, unless the number of characters alone does.
 
         Raises:
-            RequestError: text that cannot be tokenised.
+            RequestError: text that cannot be tokenized.
         """
         self._context.check_text(len(text), "prompt")
         return self._needed_tokenizer("prompt").encode(text, add_special_tokens)

@@ -229,7 +229,7 @@ class Metrics:
         return values
 
     def activity(self) -> dict[str, float]:
-        """Running and waiting sequences, and totals so far, of which a repeated reader takes differences."""
+        """Running and waiting sequences, and totals since the start; a repeated reader subtracts them."""
         stats = self._stats
         return {"running": stats.num_running, "waiting": stats.num_waiting, "preemptions": stats.num_preemptions,
                 "prompt_tokens": self._prompt_tokens, "generation_tokens": self._generation_tokens,

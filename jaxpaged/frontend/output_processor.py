@@ -1,6 +1,6 @@
 """Running requests as text: the engine's token deltas in, RequestOutputs out.
 
-A request has one choice per sequence of the engine. A choice detokenises, finds stop strings and collects log
+A request has one choice per sequence of the engine. A choice detokenizes, finds stop strings and collects log
 probabilities; the request puts its choices together.
 """
 
@@ -79,8 +79,8 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._requests: dict[str, _Request] = {}
-        self._sequences: dict[str, tuple[_Request, _Choice]] = {}
+        self._requests: dict[str, _RequestState] = {}
+        self._sequences: dict[str, tuple[_RequestState, _Choice]] = {}
 
     @property
     def num_unfinished(self) -> int:
@@ -106,7 +106,7 @@ class OutputProcessor:
             raise RequestError("a request with this request_id is running", param="request_id")
         if self._tokenizer is None and params.stop_strings:
             raise RequestError("stop strings need a tokenizer", param="stop")
-        request = _Request(request_id, prompt, tuple(prompt_token_ids), params, arrival_time, max_tokens)
+        request = _RequestState(request_id, prompt, tuple(prompt_token_ids), params, arrival_time, max_tokens)
         tokenizer = self._tokenizer if params.detokenize else None
         ids = sequence_ids(request_id, params.num_sequences)
         engine_params = params.for_engine()
@@ -142,7 +142,7 @@ class OutputProcessor:
         """
         now = time.monotonic() if now is None else now
         done = ProcessedOutputs()
-        changed: dict[str, _Request] = {}
+        changed: dict[str, _RequestState] = {}
         for delta in deltas:
             request, choice = self._sequences.get(delta.request_id, (None, None))
             if request is None or choice is None or choice.finish_reason is not None:
@@ -164,7 +164,7 @@ class OutputProcessor:
                 done.outputs.append(output)
         return done
 
-    def _add_delta(self, request: "_Request", choice: "_Choice", delta: TokenDelta, now: float,
+    def _add_delta(self, request: "_RequestState", choice: "_Choice", delta: TokenDelta, now: float,
                    done: ProcessedOutputs) -> None:
         before = choice.num_tokens
         choice.add_delta(delta)
@@ -183,14 +183,14 @@ class OutputProcessor:
             request.record_token_time(now)
             done.new_tokens.append(NewTokens(request.request_id, choice.index, count, request.num_cached_tokens))
 
-    def _forget(self, request: "_Request") -> None:
+    def _forget(self, request: "_RequestState") -> None:
         del self._requests[request.request_id]
         for choice in request.choices:
             del self._sequences[choice.sequence_id]
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _RequestState:
     """One request: its choices, and the times of its events."""
 
     request_id: str

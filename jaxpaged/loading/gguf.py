@@ -1,4 +1,4 @@
-"""Reading a GGUF file: a checked header, and memory-mapped tensors dequantised in batches of rows.
+"""Reading a GGUF file: a checked header, and memory-mapped tensors dequantized in batches of rows.
 
 Layout, little-endian: magic, version, two counts, key/value pairs, tensor infos, padding, tensor data. No number in the
 header is trusted: each is checked against the size of the file before anything of that size is allocated.
@@ -16,7 +16,7 @@ import numpy as np
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.host_memory import forget_pages
 
-# GGML type number -> name, elements in a block, bytes of a block. Q5_0 and Q5_1 are in the list because quantisers put
+# GGML type number -> name, elements in a block, bytes of a block. Q5_0 and Q5_1 are in the list because quantizers put
 # them where a row is not a multiple of the 256 that Q4_K and Q5_K need.
 _TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
@@ -32,7 +32,7 @@ _MAX_HEADER_BYTES = 1 << 28
 _MAX_ENTRIES = 1 << 16
 _MAX_ARRAY_ITEMS = 1 << 22
 _MAX_DIMS = 4
-# Elements dequantised at a time: temporaries stay in the cache (measured best on two threads).
+# Elements dequantized at a time: temporaries stay in the cache (measured best on two threads).
 _BATCH = 1 << 18
 
 
@@ -62,7 +62,7 @@ class GgufFile:
 
     Raises:
         CheckpointError: the file cannot be read, is damaged or inconsistent.
-        UnsupportedModelError: a tensor is stored in a type that cannot be dequantised here.
+        UnsupportedModelError: a tensor is stored in a type that cannot be dequantized here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,11 +78,11 @@ class GgufFile:
         self.metadata, self.tensors = header.parse()
 
     def read_tensor(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
-        """Dequantise a tensor, or a part of its first and last axes, into `out`, a few rows at a time.
+        """Dequantize a tensor, or a part of its first and last axes, into `out`, a few rows at a time.
 
         Args:
             out: float array of any strides whose elements, in C order of its axes, are the part's in file order.
-            part: from start to stop on each axis; of a row, the blocks that it touches are dequantised.
+            part: from start to stop on each axis; of a row, the blocks that it touches are dequantized.
         """
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -210,11 +210,11 @@ class _Header:
         self._items_left -= count
         if item == _STRING:
             return self._strings(count)
-        return list(struct.unpack_from(f"<{count}{code}", self._data, self._take(count * size)))
+        return list(struct.unpack_from(f"<{count}{code}", self._data, self._advance(count * size)))
 
     def _scalar(self, code: str) -> Any:
         code = f"<{code}"
-        return struct.unpack_from(code, self._data, self._take(struct.calcsize(code)))[0]
+        return struct.unpack_from(code, self._data, self._advance(struct.calcsize(code)))[0]
 
     def _string(self) -> str:
         return self._strings(1)[0]
@@ -237,7 +237,7 @@ class _Header:
         self._at = at
         return strings
 
-    def _take(self, size: int) -> int:
+    def _advance(self, size: int) -> int:
         start = self._at
         if size > self._end - start:
             self._fail_short()

@@ -95,7 +95,7 @@ class GgufCheckpoint:
     def read_tensor(
         self, name: str, out: np.ndarray | None = None, part: tuple[slice, ...] | None = None
     ) -> np.ndarray:
-        """Dequantise a tensor, or a part, into `out` (any float dtype and strides), or into a new float32 array."""
+        """Dequantize a tensor, or a part, into `out` (any float dtype and strides), or into a new float32 array."""
         source, shape = self._sources[name], self.shape(name)
         part = part or tuple(slice(0, size) for size in shape)
         if out is None:
@@ -201,7 +201,7 @@ class GgufCheckpoint:
                 "high_freq_factor": _LLAMA3_HIGH, "original_max_position_embeddings": _LLAMA3_CONTEXT}
 
     def _dtype(self) -> str:
-        """The dtype that most weights are stored in; bfloat16, which cannot overflow, where they are quantised."""
+        """The dtype that most weights are stored in; bfloat16, which cannot overflow, where they are quantized."""
         sizes: dict[str, int] = {}
         for tensor in self._file.tensors.values():
             sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.nbytes
@@ -230,9 +230,9 @@ class GgufCheckpoint:
 
 
 def _in_file_order(out: np.ndarray, rows: int) -> np.ndarray:
-    """A view of whole heads, of so many rows each, that runs through them in the file's order.
+    """A view of whole heads of `rows` rows each, in the file's order.
 
-    Rotary pairs are (j, j + H/2) in Hugging Face's layout and neighbours in GGUF's.
+    Rotary pairs are (j, j + H/2) in Hugging Face's layout and neighbors in GGUF's.
     """
     view = out.reshape(-1, 2, rows // 2, *out.shape[1:]).swapaxes(1, 2)
     assert np.may_share_memory(view, out) or not out.size, (out.shape, out.strides)

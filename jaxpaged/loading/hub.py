@@ -63,7 +63,7 @@ def resolve_model(
         return _default_model(folder, progress)
     if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
         raise CheckpointError(f"{model} does not exist; give a directory with config.json and safetensors files, a "
-                              f".gguf file, a hub id such as organisation/name, or {DEFAULT_MODEL}")
+                              f".gguf file, a hub id such as organization/name, or {DEFAULT_MODEL}")
     return _hub_model(model, revision, download_dir)
 
 

@@ -1,6 +1,6 @@
 """A model as Orbax saves it: our parameter tree, beside the config and the tokenizer's files.
 
-`python -m jaxpaged.convert` writes such a directory. Nothing has to be renamed, transposed or dequantised when it is
+`python -m jaxpaged.convert` writes such a directory. Nothing has to be renamed, transposed or dequantized when it is
 read, and each device reads only its own shard of every array. Orbax is imported where it is needed: that takes half
 a second.
 """

@@ -20,7 +20,7 @@ from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
 from jaxpaged.models.weight_rules import Transform, WeightRule
 
-# Dequantising releases the interpreter lock; more threads than this gain little.
+# Dequantizing releases the interpreter lock; more threads than this gain little.
 _THREADS = 2
 
 

@@ -1,4 +1,4 @@
-"""The KV blocks of a pool: which are free, how many requests reference each, and what content each has cached.
+"""The KV blocks of a pool: which are free, the reference count of each, and the content cached in each.
 
 The pool consists of units of equal bytes. A block of a KV group is a bundle of `width` units, and is known by its first
 unit; it is referenced, cached and evicted as a whole. With one group a block is a unit (see `core.kv_groups`).

@@ -114,11 +114,11 @@ class KVManager:
         self.num_saved = self.num_loaded = 0
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks of one group that hold so many tokens."""
+        """Blocks of one group that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def units_for(self, tokens: int) -> int:
-        """Units that a request of so many tokens has at once, at most."""
+        """Maximum number of units that a request of `tokens` tokens has at once."""
         return units_for(self._groups, tokens, self.block_size, self._max_chunk)
 
     def slide(self, request: Request) -> None:
@@ -335,7 +335,7 @@ class KVManager:
         request.num_cached_blocks = full
 
     def finish_plan(self, num_tokens: int) -> None:
-        """A step of so many tokens is final; `cache_full_blocks` has cached what it fills."""
+        """A step of `num_tokens` tokens is final; `cache_full_blocks` has cached what it fills."""
         self._num_filled_slots += num_tokens * self.column_units
         self._planned.clear()
         self._writers.clear()

@@ -1,4 +1,4 @@
-"""Plans a step: how many tokens of each request it computes, who is admitted, and who is preempted for that.
+"""Plans a step: how many tokens of each request it computes, which requests it admits, and which it preempts.
 
 A plan is made in four passes over one token budget: a token for each decoding request, chunks of the running prompts,
 the first chunks of waiting requests, and what is left of the budget for the prompts again. It is then final: its chunks
@@ -80,7 +80,7 @@ class StepPlanner:
     Args:
         queues: the requests; admitted ones go from waiting to running, preempted ones back.
         kv: their blocks, and what is cached of a prompt.
-        policy: who may preempt whom, and how many blocks stay free for growth.
+        policy: which request may preempt which, and the number of blocks that stay free for growth.
         budget: maximum number of tokens in a step.
         max_samples: maximum number of rows that a step samples.
         step_sizes: ascending numbers of tokens that a step can have after padding.
@@ -129,7 +129,7 @@ class StepPlanner:
         for parent, fork in forks:
             if parent.slot >= 0 and self._has_room_for_fork(reserved):
                 self._kv.fork(parent, fork)
-                self._queues.run(fork, parent.scheduled_time or 0.0)
+                self._queues.start_running(fork, parent.scheduled_time or 0.0)
                 reserved += self._fork_units(fork)
             else:
                 fork.block_hashes = list(parent.block_hashes)
@@ -139,7 +139,7 @@ class StepPlanner:
     def stop(self, request: Request) -> None:
         """Free the blocks and the slot of a running request without a chunk in the step; it is in no queue then."""
         self._kv.free(request)
-        self._queues.stop(request)
+        self._queues.stop_running(request)
         if self._swap:
             self._kv.pin(request)
         request.status = RequestStatus.PREEMPTED
@@ -288,7 +288,7 @@ class StepPlanner:
         if request.status is RequestStatus.WAITING and not request.message.choice:
             request.num_cached_tokens = request.num_computed_tokens  # sharing among choices does not count
         self._queues.waiting.remove_request(request)
-        self._queues.run(request, now)
+        self._queues.start_running(request, now)
 
     def _next_block(self, request: Request) -> tuple[Request, int, BlockHash] | None:
         """The first block of a running prompt that this step does not fill."""
@@ -393,7 +393,7 @@ class StepPlanner:
 
     def _fork(self, leader: Request, fork: Request, now: float) -> ScheduledChunk:
         self._kv.fork(leader, fork)
-        self._queues.run(fork, now)
+        self._queues.start_running(fork, now)
         fork.num_cached_tokens = leader.num_cached_tokens
         fork.num_pending = 1
         fork.new_in_slot = fork.table_changed = False

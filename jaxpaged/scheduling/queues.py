@@ -84,7 +84,7 @@ class Queues:
             leader.forks.append(request)
             self.num_forks += 1
 
-    def run(self, request: Request, now: float) -> None:
+    def start_running(self, request: Request, now: float) -> None:
         """Give a slot to a request that is in no queue."""
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
@@ -93,7 +93,7 @@ class Queues:
             request.scheduled_time = now
         self.running.add_request(request)
 
-    def stop(self, request: Request) -> None:
+    def stop_running(self, request: Request) -> None:
         """Free a running request's slot; it is in no queue then."""
         self.running.remove_request(request)
         self._free_slots.append(request.slot)
@@ -110,7 +110,7 @@ class Queues:
     def remove_request(self, request: Request) -> None:
         """Remove a request that has ended; its forks wait like other requests."""
         if request.status is RequestStatus.RUNNING:
-            self.stop(request)
+            self.stop_running(request)
         elif request.leader is not None:
             request.leader.forks.remove(request)
             request.leader = None

@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizers, chat templates, detokenising, stop strings, structured outputs."""
+"""Text to token ids and back: tokenizers, chat templates, detokenizing, stop strings, structured outputs."""

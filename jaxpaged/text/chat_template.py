@@ -32,7 +32,7 @@ class TemplateJob:
     """The input of one rendering: plain JSON values throughout.
 
     Attributes:
-        messages: normalised messages.
+        messages: normalized messages.
         tools: in OpenAI's form; None for none.
         variables: further variables of the template.
     """

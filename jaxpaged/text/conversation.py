@@ -14,7 +14,7 @@ _CALL_FIELDS = {"id", "type", "function", "index"}  # some clients send back the
 _FUNCTION_FIELDS = {"name", "arguments"}
 
 
-def normalise_messages(messages: object) -> list[dict[str, Any]]:
+def normalize_messages(messages: object) -> list[dict[str, Any]]:
     """Check a conversation in OpenAI's form and bring it into the one that chat templates read.
 
     Content becomes one string: text parts are joined by a newline, an assistant's missing content is empty. Role
@@ -26,11 +26,11 @@ def normalise_messages(messages: object) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list of at least one message", param="messages")
-    return [_normalise_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return [_normalize_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def unknown_message_fields(messages: Sequence[object]) -> list[str]:
-    """Names of the fields that `normalise_messages` drops, as `messages[].content[].name`; each once."""
+    """Names of the fields that `normalize_messages` drops, as `messages[].content[].name`; each once."""
     found: dict[str, None] = {}
 
     def look(where: str, items: object, known: set[str]) -> list[Mapping[str, Any]]:
@@ -46,7 +46,7 @@ def unknown_message_fields(messages: Sequence[object]) -> list[str]:
     return list(found)
 
 
-def _normalise_message(where: str, message: object) -> dict[str, Any]:
+def _normalize_message(where: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _bad(f"{where} must be an object")
     role = message.get("role")
@@ -70,7 +70,7 @@ def _normalise_message(where: str, message: object) -> dict[str, Any]:
     if calls:
         if role != "assistant" or not isinstance(calls, (list, tuple)):
             raise _bad(f"{where}.tool_calls must be a list in an assistant's message")
-        normal["tool_calls"] = [_normalise_call(f"{where}.tool_calls[{index}]", call)
+        normal["tool_calls"] = [_normalize_call(f"{where}.tool_calls[{index}]", call)
                                 for index, call in enumerate(calls)]
     return normal
 
@@ -92,7 +92,7 @@ def _part_text(where: str, part: object) -> str:
     return text
 
 
-def _normalise_call(where: str, call: object) -> dict[str, Any]:
+def _normalize_call(where: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise _bad(f"{where} must be an object with a function and its name")

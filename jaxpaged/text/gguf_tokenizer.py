@@ -1,7 +1,7 @@
 """Building a tokenizer from a GGUF file's metadata: tokens, merges or scores, token types, name of the pre-tokenizer.
 
 A GGUF file has no tokenizer.json, only what llama.cpp needs. What follows from the name of the pre-tokenizer alone
-(regular expression, normaliser, whether merges may be skipped) is in a table here. An unknown name is an error, since
+(regular expression, normalizer, whether merges may be skipped) is in a table here. An unknown name is an error, since
 a wrong split gives ids that the model was never trained on.
 """
 
@@ -58,7 +58,7 @@ class GgufTokenizer:
 
     Attributes:
         backend: the tokenizer, post-processor included.
-        special_tokens: bos_token, eos_token, unk_token, pad_token: text of those that the file names.
+        special_tokens: bos_token, eos_token, unk_token, pad_token: texts of the ones that the file names.
         chat_template: Jinja source, if the file has one.
         end_ids: ids of eos, end of turn and end of message.
     """

@@ -1,4 +1,4 @@
-"""Placeholders for special-token text in messages, while a chat template is rendered and its output tokenised."""
+"""Placeholders for special-token text in messages, while a chat template is rendered and its output tokenized."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -101,7 +101,7 @@ class GrammarVocabulary:
 
     Args:
         tokens: the bytes of each id.
-        special: ids that stand for no text.
+        special: ids without text.
         ends: ids that end a text.
         encode: text to ids; without it ids are matched greedily.
     """
@@ -163,7 +163,7 @@ def _depth(text: str) -> int:
 
 def _reason(error: str) -> str:
     if error.startswith("Unimplemented keys"):  # the rest of its messages may repeat what the client has sent
-        return "the JSON schema uses what is not supported: " + error.splitlines()[0][:150]
+        return "the JSON schema uses an unsupported feature: " + error.splitlines()[0][:150]
     return "the schema, regular expression or grammar cannot be compiled: it is invalid, too large or not supported"
 
 

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, and how long its text can be."""
+"""The bytes that each token decodes to, and how long its text can be."""
 
 import json
 import re
@@ -35,7 +35,7 @@ class ByteRule:
 
 
 def find_byte_rule(backend: Backend) -> ByteRule | None:
-    """Recognise the two decoders whose every step is known; None for any other, which the library decodes."""
+    """Recognize the two decoders whose every step is known; None for any other, which the library decodes."""
     steps = _steps(backend.decoder, "decoders")
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return ByteRule(byte_level=True)
@@ -60,7 +60,7 @@ def find_max_token_chars(backend: Backend, rule: ByteRule | None, added: Iterabl
     for step in _steps(backend.normalizer, "normalizers"):
         kind = step["type"]
         if kind == "NFC":
-            fold = 4  # one character is composed of at most so many
+            fold = 4  # maximum number of code points that compose one character
         elif kind != "Prepend" and not (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"]):
             return None
     for step in _steps(backend.pre_tokenizer, "pretokenizers"):
@@ -70,7 +70,7 @@ def find_max_token_chars(backend: Backend, rule: ByteRule | None, added: Iterabl
 
 
 def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normaliser, pre-tokenizer or decoder, as the library writes them to JSON."""
+    """The steps of a normalizer, pre-tokenizer or decoder, as the library writes them to JSON."""
     if component is None:
         return []
     state: dict[str, Any] = json.loads(component.__getstate__())
@@ -78,7 +78,7 @@ def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
 
 
 def _gpt2_alphabet() -> dict[str, int]:
-    """Characters that stand for bytes in byte-level vocabularies: printable ones for themselves, others from U+0100."""
+    """The character of each byte in byte-level vocabularies: printable ones for themselves, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -32,7 +32,7 @@ class Tokenizer:
         vocab_size: number of ids, added tokens included; the model's own vocabulary may be padded beyond it.
         eos_token_ids: ids that end a text, as far as the tokenizer's files name them.
         byte_rule: how tokens become bytes, None for a decoder of another kind.
-        max_token_chars: no token stands for more characters of text than this, None where there is no such bound.
+        max_token_chars: maximum characters of text that one token decodes to; None where there is no bound.
         render_chat_template: renders in place of `own_chat_template`, for a server that can cut a template off.
     """
 
@@ -117,13 +117,13 @@ class Tokenizer:
         of one inside a message (or a name, a tool, its result, a template argument) is encoded as ordinary text.
 
         Args:
-            messages: normalised messages.
+            messages: normalized messages.
             tools: in OpenAI's form.
             add_generation_prompt: end with the header of the assistant's turn.
             continue_final_message: leave the last message open, for the model to continue it.
             chat_template_kwargs: further variables of the template.
             add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
-            check: called with the rendered text before it is tokenised; may raise.
+            check: called with the rendered text before it is tokenized; may raise.
 
         Returns:
             The text of the prompt and its ids.

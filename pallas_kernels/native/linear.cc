@@ -4,7 +4,7 @@
 //   stream   few rows, weights [in, out]: reading the weights is all that counts. Threads take blocks of depth, so that
 //            each reads whole rows of the weights, one after the other as they lie in memory, which gave a third more
 //            bandwidth than columns did. Sums of blocks are added afterwards.
-//   panels   many rows, weights [in, out]: threads take panels of columns, copied so that their lines are neighbours.
+//   panels   many rows, weights [in, out]: threads take panels of columns, copied so that their lines are neighbors.
 //   by_rows  weights [out, in], as tied embeddings are: lanes hold the rows of x, so that no sum runs across lanes.
 //
 // Every sum is taken in one order: up the depth within a block, then block after block. The blocks depend on the depth
@@ -64,13 +64,13 @@ struct Ahead {
   int64_t width, stride;
   int lines;
   int64_t every;
-  int64_t place = 0;
+  int64_t offset = 0;
 
   void prefetch() {
     for (int i = 0; i < lines; ++i) {
-      __builtin_prefetch(row + place, 0, 2);
-      place += kLine;
-      if (place >= width) place = 0, row += stride;
+      __builtin_prefetch(row + offset, 0, 2);
+      offset += kLine;
+      if (offset >= width) offset = 0, row += stride;
     }
   }
 };
@@ -80,7 +80,7 @@ enum class Sums { kFresh, kContinued, kAdded };  // from zero; on from `to`; fro
 enum class Mode { kEveryStep, kPaced, kCopying };  // when weights are fetched; the last is paced, and copies weights
 
 // to[r][v] = the sum over the depth of x[r][k] * w[k][v], for R rows and V vectors. A copy of the weights has its rows
-// as neighbours. GCC keeps the sums in registers only where every loop over them is unrolled.
+// as neighbors. GCC keeps the sums in registers only where every loop over them is unrolled.
 template <int R, int V, Mode mode>
 void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t depth, float* to,
               int64_t to_stride, Sums sums, Ahead* ahead, float* copy) {
@@ -162,7 +162,7 @@ struct Item {
   int64_t row, rows;           // kFinish, kPanel
 };
 
-// Copy `depth` rows of a panel so that they are neighbours, zeros where the matrix ends.
+// Copy `depth` rows of a panel so that they are neighbors, zeros where the matrix ends.
 void copy_panel(const float* w, int64_t stride, int64_t depth, int64_t columns, int64_t padded, float* to) {
   for (int64_t k = 0; k < depth; ++k, w += stride, to += padded) {
     int64_t c = 0;
@@ -305,10 +305,10 @@ class Call {
     sorted_ = items_.size();
     partials = memory_.get();
     for (const Product& p : products_) {
-      const int64_t pieces = p.rows * p.out < kSmallFinish ? 1 : std::min(threads_, p.rows);
-      for (int64_t i = 0; i < pieces; ++i) {
-        const int64_t row = p.rows * i / pieces;
-        items_.push_back({Way::kFinish, &p, partials, 0, 0, 0, 0, row, p.rows * (i + 1) / pieces - row});
+      const int64_t parts = p.rows * p.out < kSmallFinish ? 1 : std::min(threads_, p.rows);
+      for (int64_t i = 0; i < parts; ++i) {
+        const int64_t row = p.rows * i / parts;
+        items_.push_back({Way::kFinish, &p, partials, 0, 0, 0, 0, row, p.rows * (i + 1) / parts - row});
       }
       partials += p.partials();
     }

@@ -74,14 +74,14 @@ struct Chunk {
     from = static_cast<int>(std::max<int64_t>(0, item.begin - start));
     count = static_cast<int>(std::min<int64_t>(kChunk, item.end - start));
     const int32_t* pages = p.table + p.slot[item.row] * p.width;
-    int64_t page = (start + from) / p.page_size, place = (start + from) % p.page_size;
+    int64_t page = (start + from) / p.page_size, offset = (start + from) % p.page_size;
     for (int i = from; i < count; ++i) {
-      const int64_t at = (pages[page] * p.page_size + place) * p.kv_heads + item.head;
+      const int64_t at = (pages[page] * p.page_size + offset) * p.kv_heads + item.head;
       key[i] = at * p.key_dim;
       value[i] = at * p.value_dim;
-      if (++place == p.page_size) ++page, place = 0;
+      if (++offset == p.page_size) ++page, offset = 0;
     }
-    // Blocks of keys are computed whole: a neighbour fills them up, and nobody looks at those scores.
+    // Blocks of keys are computed whole: a neighbor fills them up, and those scores are not used.
     for (int i = from; i % kBlock; --i) key[i - 1] = key[from];
     for (int i = count; i % kBlock; ++i) key[i] = key[count - 1];
   }
@@ -122,7 +122,7 @@ void score(const Floats* q, const float* keys, const int64_t* at, int64_t dim, i
     for (int v = 0; v < V; ++v) scores[i * stride + v] = sum[i][v];
 }
 
-// sums[h][v] = sums[h][v] * fade[v] + the weighted values of the chunk, for D places of the head dim.
+// sums[h][v] = sums[h][v] * fade[v] + the weighted values of the chunk, for D elements of the head dim.
 // The mask counts here too: a weight of zero would not keep a NaN out.
 template <int V, int D, Mask mask>
 void add_values(const Floats* weights, const float* values, const Chunk& chunk, int64_t stride, const Floats* fade,
@@ -394,7 +394,7 @@ void rotate(const float* from, const float* cos, const float* sin, int64_t heads
 // A row after the other: what a step's rows take is too short to share. The pools are written where they lie.
 ffi::Error rotate_and_write(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                             ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> page,
-                            ffi::Buffer<ffi::S32> place, ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
+                            ffi::Buffer<ffi::S32> offset, ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
                             ffi::Result<ffi::Buffer<ffi::F32>> turned, ffi::Result<ffi::Buffer<ffi::F32>> keys_out,
                             ffi::Result<ffi::Buffer<ffi::F32>> values_out) {
   if (keys.typed_data() != keys_out->typed_data() || values.typed_data() != values_out->typed_data())
@@ -405,7 +405,7 @@ ffi::Error rotate_and_write(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ff
     const float *row_cos = cos.typed_data() + row * half, *row_sin = sin.typed_data() + row * half;
     const int64_t at = row * heads * 2 * half;
     rotate(q.typed_data() + at, row_cos, row_sin, heads, half, turned->typed_data() + at);
-    const int64_t to = (page.typed_data()[row] * page_size + place.typed_data()[row]) * width;
+    const int64_t to = (page.typed_data()[row] * page_size + offset.typed_data()[row]) * width;
     rotate(k.typed_data() + row * width, row_cos, row_sin, kv_heads, half, keys_out->typed_data() + to);
     std::memcpy(values_out->typed_data() + to, v.typed_data() + row * width, width * sizeof(float));
   }
@@ -441,7 +441,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rotary_kv_write, jaxpaged::rotate_and_wri
                                   .Arg<ffi::Buffer<ffi::F32>>()    // cos [T, H / 2]
                                   .Arg<ffi::Buffer<ffi::F32>>()    // sin [T, H / 2]
                                   .Arg<ffi::Buffer<ffi::S32>>()    // page [T]
-                                  .Arg<ffi::Buffer<ffi::S32>>()    // place [T]
+                                  .Arg<ffi::Buffer<ffi::S32>>()    // offset [T]
                                   .Arg<ffi::Buffer<ffi::F32>>()    // k_pool [P, S, K, H]
                                   .Arg<ffi::Buffer<ffi::F32>>()    // v_pool [P, S, K, H]
                                   .Ret<ffi::Buffer<ffi::F32>>()    // q, turned

@@ -99,7 +99,7 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine does not run.
             OverloadedError: too many are waiting.
-            RequestError: so many can never be admitted.
+            RequestError: `count` is above the capacity.
         """
         fault = self.fault()
         if fault is not None:
@@ -121,7 +121,7 @@ class EngineClient:
             StreamClosedError: the stream was closed in the meantime.
         """
         if stream.closed:
-            raise StreamClosedError("nobody waits for this request any more")
+            raise StreamClosedError("the request was cancelled")
         messages: list[Any] = []
         for request in requests:
             self._front.add_request(request)
@@ -142,7 +142,7 @@ class EngineClient:
         self._admitted.discard(stream)
         stream.admitted = 0
         stream.close()
-        stream.fail(StreamClosedError("nobody waits for this request any more"))
+        stream.fail(StreamClosedError("the request was cancelled"))
 
     def fail_all(self, error: Exception) -> None:
         """End every stream with an error."""

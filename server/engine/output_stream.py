@@ -16,7 +16,7 @@ class RequestFailedError(JaxpagedError):
 
 
 class StreamClosedError(JaxpagedError):
-    """The stream was closed: nobody waits for its outputs."""
+    """The stream was closed; its outputs are no longer needed."""
 
 
 class OutputStream:
@@ -28,7 +28,7 @@ class OutputStream:
 
     Attributes:
         admitted: number of sequences that count against the server's capacity.
-        closed: nobody waits any more.
+        closed: its outputs are no longer needed.
         preparing: the pending work on the prompts before they are submitted.
         running: request id -> number of its sequences, for unfinished requests.
     """
@@ -91,7 +91,7 @@ class OutputStream:
             self._timer = self._loop.call_later(seconds - quiet, self.wake_every, seconds)
 
     def close(self) -> None:
-        """Stop the timer; nobody waits any more."""
+        """Mark the stream as closed and stop its timer."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()

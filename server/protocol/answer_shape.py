@@ -21,7 +21,7 @@ _CHOICES = ',"choices":'
 
 
 class AnswerShape:
-    """Writes the JSON of one request's answer. Fixed parts are serialised once, so that a chunk takes microseconds.
+    """Writes the JSON of one request's answer. Fixed parts are serialized once, so that a chunk takes microseconds.
 
     Args:
         chat: chat completion or text completion.

@@ -31,7 +31,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(None, description="every chunk reports the usage so far")
 
 
-class _Request(Body):
+class _RequestBody(Body):
     """Fields that completions and chats share."""
 
     stream: bool | None = None
@@ -65,7 +65,7 @@ class _Request(Body):
     use_beam_search: bool | None = Field(None, description="the n best of best_of beams instead of samples")
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
-    truncate_prompt_tokens: int | None = Field(None, description="use only the last so many tokens of the prompt")
+    truncate_prompt_tokens: int | None = Field(None, description="use only the last N tokens of the prompt")
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     response_format: dict[str, Any] | None = Field(
         None, description="an object with type text, json_object, or json_schema and a schema")
@@ -146,10 +146,10 @@ class _Request(Body):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-_SAMPLING_FIELDS = tuple(name for name in _Request.model_fields if name in SamplingParams.__dataclass_fields__)
+_SAMPLING_FIELDS = tuple(name for name in _RequestBody.model_fields if name in SamplingParams.__dataclass_fields__)
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(_RequestBody):
     """Body of POST /v1/completions."""
 
     prompt: Any = Field(None, description="a string, a list of token ids, or a list of either",
@@ -169,7 +169,7 @@ class CompletionRequest(_Request):
         return bool(self.echo)
 
 
-class ChatCompletionRequest(_Request):
+class ChatCompletionRequest(_RequestBody):
     """Body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] | None = Field(None, json_schema_extra={"items": {

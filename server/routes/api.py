@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)
 
 COMPLETION_MAX_TOKENS = 16
-TOKENISE_THREADS = 2
+TOKENIZE_THREADS = 2
 GRAMMAR_THREADS = 2
 
 
@@ -54,7 +54,7 @@ class Api:
     Args:
         config: the server's.
         client: of an engine that is ready.
-        front: checks and tokenises prompts; holds the metrics.
+        front: checks and tokenizes prompts; holds the metrics.
         names: the served model's names; the first is the main one.
         info: the engine's.
         embeddings: whether the engine computes them.
@@ -70,7 +70,7 @@ class Api:
         self.max_n = front.inputs.max_n
         self._bodies = BodyReader()
         self._token_routes = TokenRoutes(front.inputs, front.tokenizer, info.max_model_len)
-        self._threads = ThreadPoolExecutor(TOKENISE_THREADS, thread_name_prefix="tokenise")
+        self._threads = ThreadPoolExecutor(TOKENIZE_THREADS, thread_name_prefix="tokenize")
         # Separate: compiling a grammar may be slow, and prompts must not wait for it.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._page = page_response()

@@ -10,7 +10,7 @@ from pydantic import Field
 from jaxpaged.core.errors import NotSupportedError, RequestError
 from jaxpaged.core.limits import Limits
 from jaxpaged.core.outputs import RequestOutput
-from jaxpaged.frontend.embeddings import normalised
+from jaxpaged.frontend.embeddings import normalized
 from jaxpaged.server.protocol.body import Body
 from jaxpaged.server.protocol.error_answers import to_json
 
@@ -47,7 +47,7 @@ def embedding_answer(body: EmbeddingRequest, model: str, outputs: Sequence[Reque
     data = []
     for index, output in enumerate(outputs):
         assert output.embedding is not None, f"{output.request_id} ended without an embedding"
-        vector = list(output.embedding) if body.normalize is False else normalised(output.embedding)
+        vector = list(output.embedding) if body.normalize is False else normalized(output.embedding)
         encoded = (base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
                    if body.encoding_format == "base64" else vector)
         data.append({"object": "embedding", "index": index, "embedding": encoded})

@@ -23,7 +23,7 @@ def test_a_request_alone_takes_its_steps() -> None:
     seconds = [0.02 + 1.2e-4 * tokens + 6e-7 * context for tokens, context in sizes]
     assert found.first_token == pytest.approx(sum(seconds[:3]))
     assert found.end == pytest.approx(sum(seconds))
-    assert found.normalised == found.end / 5
+    assert found.normalized == found.end / 5
 
 
 def test_one_slot_waits_as_the_formula_says() -> None:
@@ -48,7 +48,7 @@ def test_reserving_the_maximum_holds_as_many_as_fit_whole() -> None:
     assert reserved.mean_running <= 15_700 // 2048 < paged.mean_running
     assert reserved.mean_filled < paged.mean_filled <= 1
     assert reserved.preemptions == 0
-    assert reserved.normalised_latency()["mean"] > 2 * paged.normalised_latency()["mean"]
+    assert reserved.normalized_latency()["mean"] > 2 * paged.normalized_latency()["mean"]
 
 
 def test_reserving_a_power_of_two_lies_between_the_maximum_and_blocks() -> None:
@@ -58,7 +58,7 @@ def test_reserving_a_power_of_two_lies_between_the_maximum_and_blocks() -> None:
     assert power.preemptions == 0
     assert reserve.mean_filled < power.mean_filled < paged.mean_filled
     assert reserve.mean_running < power.mean_running < paged.mean_running
-    means = [run.normalised_latency()["mean"] for run in (reserve, power, paged)]
+    means = [run.normalized_latency()["mean"] for run in (reserve, power, paged)]
     assert means == sorted(means, reverse=True)
 
 

@@ -146,7 +146,7 @@ _LLAMA_2, _LLAMA_3 = "Llama-2-13B", "Llama-3.1-70B"
 ])
 def test_every_flag_that_a_refusal_names_helps(name: str, flags: str, helpful: tuple[str, ...], tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    """By following each piece of advice alone."""
+    """By following each suggestion alone."""
     argv = [write(tmp_path, PUBLISHED[name].config), *flags.split(), "--no-compile"]
     assert main(argv) == 1
     advice = capsys.readouterr().err.split("What would help: ")[1].strip()

@@ -88,7 +88,7 @@ GIVEN: list[tuple[str, int, str, dict[str, Any]]] = [
 FLAGS = {name: value for name, value, _, _ in GIVEN} | {
     "max_connections": 8, "body_timeout": 1, "keep_alive_timeout": 1}
 ELSEWHERE = {"max_head_bytes", "max_unread_tokens",  # below
-             "max_allowed_token_ids",  # below: a body with so many ids holds too many values
+             "max_allowed_token_ids",  # below: a body with that number of ids holds too many values
              "max_grammar_bytes", "max_grammar_cache_bytes",  # tests/text/test_structured_outputs.py
              "max_template_bytes"}  # tests/text/test_chat_template.py
 

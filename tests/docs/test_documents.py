@@ -76,7 +76,7 @@ def test_flags_exist(document: Document, known_flags: set[str]) -> None:
 
 def test_code_is_in_fences_with_a_language(document: Document) -> None:
     assert {language for language, _ in document.blocks()} <= LANGUAGES
-    assert not re.search(r"\n\n    \S", document.prose), "commands in indented blocks are tested by nobody"
+    assert not re.search(r"\n\n    \S", document.prose), "commands in indented blocks are not tested"
 
 
 def test_the_readme_is_short() -> None:

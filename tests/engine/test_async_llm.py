@@ -283,7 +283,7 @@ def test_asyncllm_takes_new_weights_between_steps(use: Callable[[Use], None]) ->
     use(work)
 
 
-def test_another_event_loop_may_go_on(model_path: Path) -> None:
+def test_another_event_loop_may_continue(model_path: Path) -> None:
     llm = AsyncLLM(model_path, **ENGINE_ARGS)
 
     async def one() -> None:

@@ -196,7 +196,7 @@ def test_embeddings_need_their_program(llm: LLM) -> None:
 
 
 def test_a_prompt_that_is_refused_late_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Without a tokenizer stop strings cannot work; the other prompts of the call must not go on running."""
+    """Without a tokenizer stop strings cannot work; the other prompts of the call must not keep running."""
     with LLM(model=module_and_params(), **ENGINE_ARGS) as llm:
         with pytest.raises(RequestError, match="stop strings need a tokenizer"):
             llm.generate([[1, 2], [3]], [GREEDY, SamplingParams(stop="x")], use_tqdm=False)
@@ -360,7 +360,7 @@ def test_a_shorter_context_can_be_asked_for(model_path: Path) -> None:
 
 
 def test_a_priority_for_each_prompt(llm: LLM, model_path: Path) -> None:
-    """With two slots: those of the smallest numbers are let in first."""
+    """With two slots: those of the smallest numbers are admitted first."""
     prompts = [random_prompt(20, seed) for seed in range(6)]
     with LLM(model=str(model_path), **ENGINE_ARGS | {"max_num_seqs": 2}, scheduling_policy="priority") as urgent:
         outputs = urgent.generate(prompts, GREEDY, use_tqdm=False, priority=[5, 4, 3, 2, 1, 0])
@@ -415,7 +415,7 @@ def in_third_step(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) 
 
 @pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the call, but not in the middle of a step: then blocks that nobody has written would count as cached."""
+    """It ends the call, but not in the middle of a step: then blocks that were never written would count as cached."""
     prompts = [random_prompt(20, number) for number in range(6)]
     with monkeypatch.context() as patch:
         in_third_step(patch, lambda: signal.raise_signal(signal.SIGINT))

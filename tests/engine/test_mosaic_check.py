@@ -79,7 +79,7 @@ def test_right_results_of_other_shapes_pass(case: Case) -> None:
     assert failure_of(case) is None
 
 
-@pytest.mark.parametrize(("code", "seconds", "told"), [
+@pytest.mark.parametrize(("code", "seconds", "reason"), [
     (SPOILED, 60.0, "it failed with results that are off by 0."),
     ("import time; time.sleep(60)", 0.5, "it did not end within 0.5 s"),
     ("import os; os.abort()", 60.0, "it was ended by SIGABRT"),
@@ -87,7 +87,7 @@ def test_right_results_of_other_shapes_pass(case: Case) -> None:
     ("raise SystemExit(3)", 60.0, "it failed with exit code 3"),
 ], ids=["wrong", "hangs", "aborts", "raises", "ends"])
 def test_what_goes_wrong_costs_one_warning(
-    code: str, seconds: float, told: str, caplog: pytest.LogCaptureFixture
+    code: str, seconds: float, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And Triton is used."""
     def find_failure(case: Case) -> str | None:
@@ -97,7 +97,7 @@ def test_what_goes_wrong_costs_one_warning(
         found = choose_gpu_attention("auto", MODEL, 16, BFLOAT16, BFLOAT16, device("h200"), find_failure)
     assert found == "triton"
     [record] = caplog.records
-    assert told in record.getMessage() and "Triton computes it" in record.getMessage()
+    assert reason in record.getMessage() and "Triton computes it" in record.getMessage()
 
 
 def test_what_is_right_or_was_asked_for_stays(caplog: pytest.LogCaptureFixture) -> None:

@@ -175,7 +175,7 @@ def test_without_prefix_caching_nothing_is_cached(make_engine: MakeEngine) -> No
         assert engine.stats().blocks_cached == 0
 
 
-# Who waits for whom
+# Requests that wait for one another
 
 
 def harness(**changes: Any) -> Harness:

@@ -44,10 +44,10 @@ def test_writing_follows_the_specification_in_place(dtype: Any) -> None:
     cache = KVCacheSpec(1, 2, 8, 4, jnp.dtype(dtype))
     [pages] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache.shapes(5))
     k, v = (jnp.asarray(np.random.default_rng(seed).standard_normal((3, 2, 8)), jnp.float32) for seed in (0, 1))
-    page, place = jnp.array([1, 2, 4]), jnp.array([0, 3, 1])
-    wanted = reference.write_kv(pages, k, v, page, place)
+    page, offset = jnp.array([1, 2, 4]), jnp.array([0, 3, 1])
+    wanted = reference.write_kv(pages, k, v, page, offset)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
-    found = jax.jit(kv_pages.write_kv, donate_argnums=0)(pages, k, v, page, place)
+    found = jax.jit(kv_pages.write_kv, donate_argnums=0)(pages, k, v, page, offset)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(found)] == pointers
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-6)
@@ -145,5 +145,5 @@ def furthest_logprob(output: RequestOutput, name: str) -> float:
     reference = Reference(CONFIG, random_weights(), partial(rounded, name))
     logits = reference.logits([*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
     wanted = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    found = [told[token].logprob for told, token in zip(answer.logprobs or [], answer.token_ids, strict=True)]
+    found = [entry[token].logprob for entry, token in zip(answer.logprobs or [], answer.token_ids, strict=True)]
     return float(np.abs(wanted[np.arange(len(found)), answer.token_ids] - found).max())

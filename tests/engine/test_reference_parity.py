@@ -22,7 +22,7 @@ def llm(smollm2_path: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def cramped_llm(smollm2_path: Path) -> Iterator[LLM]:
-    """Pieces of at most 32 tokens, and too few blocks for the requests it runs at once."""
+    """Chunks of at most 32 tokens, and too few blocks for the requests it runs at once."""
     with LLM(model=str(smollm2_path), max_num_batched_tokens=32, max_num_seqs=8, num_gpu_blocks_override=48,
              enforce_eager=True) as llm:
         yield llm

@@ -55,7 +55,7 @@ def test_a_prompt_that_takes_longer_than_any_wait(server: LiveServer) -> None:
 
 
 def test_an_engine_that_is_silent_for_longer(server: LiveServer) -> None:
-    """Nothing comes from it for more than --engine-timeout: new requests are refused, a stream that runs goes on."""
+    """Nothing comes from it for more than --engine-timeout: new requests are refused, running streams continue."""
     with server.client(timeout=WAIT) as client:
         stream = client.completions.create(model="m", prompt=PROMPT[:1000], stream=True, max_tokens=50, temperature=0,
                                            extra_body={"ignore_eos": True}, stream_options={"include_usage": True})

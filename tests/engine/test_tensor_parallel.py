@@ -119,8 +119,8 @@ def test_each_device_holds_its_piece(results: dict[int, dict[str, Any]], size: i
     assert size != 2 or result["compilations"][0] == result["compilations"][1], "compiled after the start"
 
 
-def test_the_plan_tells_what_each_device_holds(results: dict[int, dict[str, Any]], tmp_path: Path,
-                                               size: int = 8) -> None:
+def test_the_plan_says_what_each_device_holds(results: dict[int, dict[str, Any]], tmp_path: Path,
+                                              size: int = 8) -> None:
     """The command, against the arrays: with padding, and two devices to each KV head."""
     write_model(tmp_path / "model", TINY)
     done = subprocess.run(

@@ -50,7 +50,7 @@ def chat(client: openai.OpenAI, text: str, **more: Any) -> Any:
 
 
 def test_many_chats_at_once(server: LiveServer, client: openai.OpenAI) -> None:
-    """More than the pool holds: some wait in host memory, and nobody's tokens change."""
+    """More than the pool holds: some wait in host memory, and no request's tokens change."""
     assert "on each of 2 devices" in server.log
     before = server.metrics()
     texts = [f"{number} " + "and so on " * (number % 3 + 1) for number in range(6)]

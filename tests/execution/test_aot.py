@@ -53,7 +53,7 @@ def compile_program(device: jax.Device, folder: Path) -> gpu_code.ProgramCode:
         lowered = jax.jit(program, donate_argnums=2).lower(*shapes)
     with aot.no_persistent_cache():
         compiled = lowered.compile(compiler_options=aot.dump_options(folder))
-    return gpu_code.analyse(compiled, folder, kernels="product")
+    return gpu_code.analyze(compiled, folder, kernels="product")
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -89,7 +89,7 @@ def test_collectives_and_copies_are_found_with_their_bytes() -> None:
         return total, x
 
     with aot.no_persistent_cache():
-        facts = gpu_code.analyse(jax.jit(run).lower(x).compile())
+        facts = gpu_code.analyze(jax.jit(run).lower(x).compile())
     assert [(op.kind, op.shape, op.num_bytes) for op in facts.collectives] == [("all-reduce", "f32[8,32]", 1024)]
     assert ("f32[8,32]", 1024) in [(op.shape, op.num_bytes) for op in facts.copies]
     assert not facts.launches and not facts.kernels

@@ -98,7 +98,7 @@ def compile_attention(gpu: GpuSpec, variant: Variant, folder: Path, queries: str
                                      shape((tokens,), jnp.int32))
     with aot.no_persistent_cache():
         compiled = lowered.compile(compiler_options=aot.dump_options(folder))
-    return gpu_code.analyse(compiled, folder, kernels="paged_attention")
+    return gpu_code.analyze(compiled, folder, kernels="paged_attention")
 
 
 class Child:
@@ -200,7 +200,7 @@ def test_queries_and_pages_of_different_dtypes_compile(
 def test_the_shipped_tiles_of_an_8b_model(
     name: str, tokens: int, registers: int, resident: int, waits: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Heads of 128, 4 to a kv head, bfloat16 pages of 16: at most so many registers, at least so many programs at once.
+    """Heads of 128, 4 to a kv head, bfloat16 pages of 16: at most `registers`, at least `resident` programs at once.
 
     Two groups of loads stay under way while a block is computed; the zeros are after the loops.
     """
@@ -231,7 +231,7 @@ def test_a_step_of_the_engine_over_8_bit_pages(name: str, dtype: str, tmp_path: 
     programs, layout = engine_programs(MODELS["smollm2-135m"], device, 2, kv_cache_dtype=dtype)
     assert layout.cache.dtype.itemsize == 1 and programs.attention == "Triton"
     with aot.no_persistent_cache():
-        facts = gpu_code.analyse(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path,
+        facts = gpu_code.analyze(programs.compile(("forward", 16), aot.dump_options(tmp_path)), tmp_path,
                             kernels="paged_attention|rotary_kv_write")
     pools = jax.tree.leaves(replace(layout.cache, num_strips=2).shapes(layout.shape.num_blocks))
     assert facts.alias_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in pools)

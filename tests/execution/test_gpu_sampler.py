@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.gpu_code import analyse
+from bench.gpu_code import analyze
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.execution.aot import dump_options, no_persistent_cache
@@ -228,7 +228,7 @@ def test_compiled_for_gpus(gpu: str, tmp_path: Path) -> None:
     with lowering_for(device):
         lowered = jax.jit(lambda *args: sample(*args, target=target), donate_argnums=4).lower(logits, *shapes)
     with no_persistent_cache():
-        facts = analyse(lowered.compile(compiler_options=dump_options(tmp_path)), tmp_path, kernels="sampler")
+        facts = analyze(lowered.compile(compiler_options=dump_options(tmp_path)), tmp_path, kernels="sampler")
     assert [launch.name for launch in facts.work] == ["sampler"] and not facts.temporary_bytes
     kernel = facts.kernel("sampler")
     assert not kernel.spill_bytes and kernel.registers <= 128 and kernel.wide_loads >= 8

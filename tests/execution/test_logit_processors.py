@@ -167,7 +167,7 @@ def follows(prompt: list[int], params: SamplingParams, ids: Sequence[int]) -> No
 
 
 def test_in_mixed_batches_alone_and_after_preemption(llm: LLM, few_blocks: LLM) -> None:
-    """Each request gets what it asks for, its neighbours what they would get without it."""
+    """Each request gets what it asks for, its neighbors what they would get without it."""
     together = run(llm, REQUESTS)
     plain = run(llm, [REQUESTS[0], REQUESTS[-1]])
     assert [output.token_ids for output in plain] == [together[0].token_ids, together[-1].token_ids]

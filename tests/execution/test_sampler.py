@@ -74,7 +74,7 @@ def test_what_survives_the_cuts(data: st.DataObject) -> None:
 def test_nothing_is_cut_by_default() -> None:
     scaled = np.random.default_rng(0).normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
     assert check_mask(scaled, [0] * ROWS, [1.0] * ROWS, [0.0] * ROWS).all()
-    # nor in a row whose neighbours have everything cut
+    # nor in a row whose neighbors have everything cut
     found = check_mask(scaled, [0, 1] * (ROWS // 2), [1.0, 0.1] * (ROWS // 2), [0.0, 0.9] * (ROWS // 2))
     assert found[::2].all() and (found[1::2].sum(axis=1) == 1).all()
 
@@ -245,7 +245,7 @@ def test_draws_have_the_distribution_of_the_softmax(params: dict[str, Any]) -> N
 
 
 def test_seeds_choices_and_positions_each_make_a_difference() -> None:
-    """Neighbouring numbers, swapped ones, and seeds that differ in their high half alone."""
+    """Neighboring numbers, swapped ones, and seeds that differ in their high half alone."""
     count = 24
     logits = np.zeros((count, VOCAB), np.float32)
     sequences = {

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, list[np.ndarray]]:
-    """What transformers makes of PROMPTS, by pooling, not normalised."""
+    """What transformers makes of PROMPTS, by pooling, not normalized."""
     torch = pytest.importorskip("torch", reason="the reference needs PyTorch")
     from transformers import AutoModel
 

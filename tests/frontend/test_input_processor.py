@@ -118,18 +118,18 @@ def test_a_prompt_that_leaves_no_room(length: int, max_tokens: int | None) -> No
 
 
 class NeverEncodes:
-    """A tokenizer for texts that must be refused before they are tokenised."""
+    """A tokenizer for texts that must be refused before they are tokenized."""
 
     def __init__(self, max_token_chars: int | None) -> None:
         self.max_token_chars = max_token_chars
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        raise AssertionError("this text must not be tokenised")
+        raise AssertionError("this text must not be tokenized")
 
     apply_chat_template = encode
 
 
-def test_a_huge_text_is_refused_before_it_is_tokenised() -> None:
+def test_a_huge_text_is_refused_before_it_is_tokenized() -> None:
     error = refused("a" * 101, tokenizer=NeverEncodes(5))
     assert isinstance(error, ContextLengthError) and error.code == "context_length_exceeded" and "101" in str(error)
     with pytest.raises(ContextLengthError) as caught:

@@ -294,7 +294,7 @@ def test_cumulative_outputs_grow() -> None:
         ("a", 1), ("ab", 2), ("abc", 3)]
 
 
-def test_without_detokenising() -> None:
+def test_without_detokenizing() -> None:
     for run in (Run(detokenize=False), Run(tokenizer=None)):
         run.feed_each([5, 7, END], "stop")
         assert (run.choice.text, run.choice.token_ids, run.choice.finish_reason) == ("", (5, 7, END), "stop")

@@ -1,6 +1,6 @@
-"""GGUF files: header, damage, dequantisation, and the translation to Hugging Face terms.
+"""GGUF files: header, damage, dequantization, and the translation to Hugging Face terms.
 
-References: the gguf package's own reader and dequantiser on whole tensors, and transformers.
+References: the gguf package's own reader and dequantizer on whole tensors, and transformers.
 """
 
 import struct
@@ -30,7 +30,7 @@ SCALES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
 
 
 def stored_bytes(values: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarray:
-    """`values` in storage type `kind`; random blocks of plausible scale where the package cannot quantise."""
+    """`values` in storage type `kind`; random blocks of plausible scale where gguf cannot quantize."""
     if kind not in SCALES:
         return gguf.quants.quantize(values, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]

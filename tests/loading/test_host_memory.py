@@ -33,7 +33,7 @@ def test_memory_outlives_its_arena() -> None:
     np.testing.assert_array_equal(array, np.full(2**22, 7, np.uint8))
 
 
-def test_a_pool_stays_zero_and_its_neighbours_untouched() -> None:
+def test_a_pool_stays_zero_and_its_neighbors_untouched() -> None:
     before, pool, after = jnp.ones(2**21), jnp.zeros(2**22), jnp.ones(2**21)
     move_zeros_to_huge_pages(jax.block_until_ready(pool).unsafe_buffer_pointer(), pool.nbytes)
     return_free_memory()

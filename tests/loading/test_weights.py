@@ -134,15 +134,15 @@ def test_everything_that_does_not_match_is_in_one_error_before_anything_is_read(
         "layers.2.w": np.zeros((4, 3), np.float32),
         "wrong": np.zeros((3, 4), np.float32),
         "uneven": np.zeros((3, 4), np.float32),
-        "quantised": np.zeros((4,), np.int8),
+        "quantized": np.zeros((4,), np.int8),
         "extra": np.zeros(1, np.float32),
         "layers.0.rotary.inv_freq": np.zeros(1, np.float32),
         "lm_head.weight": np.zeros(1, np.float32),
     })
     rules = [WeightRule("layers.{i}.w", "layers.{i}.w", transposed), WeightRule("wrong", "wrong", transposed),
-             WeightRule("uneven", "uneven", split_heads), WeightRule("quantised", "quantised", as_is)]
+             WeightRule("uneven", "uneven", split_heads), WeightRule("quantized", "quantized", as_is)]
     shapes = {"layers": {0: {"w": shape(3, 4)}, 1: {"w": shape(3, 4)}}, "wrong": shape(3, 4), "uneven": shape(4, 2, 2),
-              "quantised": shape(4), "new": {"scale": shape(4)}}
+              "quantized": shape(4), "new": {"scale": shape(4)}}
     with pytest.raises(CheckpointError) as caught:
         load_params(shapes, rules, checkpoint, num_layers=2, ignored=["*.inv_freq"], tied=True)
     assert str(caught.value).splitlines() == [
@@ -150,7 +150,7 @@ def test_everything_that_does_not_match_is_in_one_error_before_anything_is_read(
         "  tensor layers.1.w is missing",
         "  tensor wrong has shape [3, 4], which does not fit parameter wrong [3, 4]",
         "  tensor uneven has shape [3, 4], which does not fit parameter uneven [4, 2, 2]",
-        "  quantised is stored as I8",
+        "  quantized is stored as I8",
         "  parameter new.scale has no rule in the weight table",
         "  tensor extra is not used by the model",
         "  tensor layers.2.w is not used by the model",

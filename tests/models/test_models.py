@@ -158,7 +158,7 @@ def test_numpy_reference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_of_half_precision_models_are_not_rounded(tmp_path: Path, tied: bool) -> None:
-    """bfloat16 has 8 bits: rounded to it, most of 257 candidates would tie with a neighbour."""
+    """bfloat16 has 8 bits: rounded to it, most of 257 candidates would tie with a neighbor."""
     folder = write_model(tmp_path / "model", {**CONFIG, "tie_word_embeddings": tied})
     logits = prefill_logits(folder, random_prompt(20, 3), jnp.bfloat16)
     rounded = logits.astype(jnp.bfloat16).astype(np.float32)

@@ -135,7 +135,7 @@ def compiled(variant: tuple[Any, ...], folder: Path) -> gpu_code.ProgramCode:
                                         shape((slots + 1, 64), jnp.int32), *[shape((tokens,), jnp.int32)] * 2)
     with aot.no_persistent_cache():
         executable = lowered.compile(compiler_options=aot.dump_options(folder / "xla"))
-    return gpu_code.analyse(executable, folder / "xla", kernels="paged_attention")
+    return gpu_code.analyze(executable, folder / "xla", kernels="paged_attention")
 
 
 @pytest.mark.slow  # every run compiles it as a part of whole programs, in tests/execution/test_aot_programs.py

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.gpu_code import analyse
+from bench.gpu_code import analyze
 from jaxpaged.execution.aot import dump_options, no_persistent_cache
 from jaxpaged.pallas_kernels import reference
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
@@ -113,7 +113,7 @@ def test_the_specification_says_the_same(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.int8])
 def test_no_value_in_a_page_is_infinite_or_nan(dtype: Any) -> None:
-    """A token that has one gets a value of zeros, and a key that spoils who sees it; heads are apart."""
+    """A token with one gets a value of zeros and a key of NaN for every query that sees it; heads are independent."""
     case = make_case(6, 2, 2, 16, 4)
     case["v"][1, 0, 3], case["v"][2, 1, 15], case["k"][3, 0, 0] = np.nan, np.inf, -np.inf
     case["v"][4, 1, 0] = 1e5 if dtype == jnp.float16 else 3e38  # too much for float16; much, but not for float32
@@ -169,12 +169,12 @@ def test_compiled_for_gpus(gpu: str, tokens: int, head_dim: int, dtype: Any, tmp
         lowered = jax.jit(lambda q, rest, pages: rotary_kv_write(q, **rest, pages=pages, target=target),
                           donate_argnums=(0, 2)).lower(shapes.pop("q"), shapes, pages)
     with no_persistent_cache():
-        facts = analyse(lowered.compile(compiler_options=dump_options(tmp_path)), tmp_path, kernels="rotary")
+        facts = analyze(lowered.compile(compiler_options=dump_options(tmp_path)), tmp_path, kernels="rotary")
     leaves = jax.tree.leaves(pages)
     pool_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert facts.alias_bytes == pool_bytes + tokens * 32 * head_dim * 2 and not facts.temporary_bytes
     assert [launch.name for launch in facts.work] == ["rotary_kv_write"]
     kernel = facts.kernel("rotary_kv_write")
     assert not kernel.spill_bytes and kernel.registers <= 128
-    if head_dim in (64, 128):  # others are cut into runs, the smaller of which are narrower
+    if head_dim in (64, 128):  # others are cut into runs, some of them narrower
         assert kernel.wide_loads >= kernel.loads - 6 and kernel.wide_stores >= 8

@@ -688,7 +688,7 @@ def test_prefill_is_cut_where_padding_would_cost_more() -> None:
 
 
 def test_running_requests_are_served_before_a_long_prompt() -> None:
-    """Streams go on token by token while a prompt is processed in chunks, and the chunks fill the budget."""
+    """Streams receive token after token while a prompt is processed in chunks, and the chunks fill the budget."""
     harness = Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=16, model=plain_token)
     streams = [harness.add(prompt, 20) for prompt in prompts(2, 2)]
     for _ in range(2):

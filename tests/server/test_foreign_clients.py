@@ -90,8 +90,8 @@ def test_lm_eval_scores_as_transformers_does(server: LiveServer, model: Path, tm
         ids, start = tokenizer(context + continuation).input_ids, len(tokenizer(context.rstrip()).input_ids)
         with torch.no_grad():
             logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-        expected = sum(float(logprobs[place - 1, ids[place]]) for place in range(start, len(ids)))
-        greedy = all(int(logprobs[place - 1].argmax()) == ids[place] for place in range(start, len(ids)))
+        expected = sum(float(logprobs[index - 1, ids[index]]) for index in range(start, len(ids)))
+        greedy = all(int(logprobs[index - 1].argmax()) == ids[index] for index in range(start, len(ids)))
         score, is_greedy = found[context, continuation]
         assert float(score) == pytest.approx(expected, abs=1e-3) and (str(is_greedy) == "True") == greedy
 

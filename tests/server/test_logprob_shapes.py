@@ -22,8 +22,8 @@ IDS = TOKENIZER.encode(TEXT)
 
 def output(ids: list[int], tops: list[dict[int, float]] | None = None, **more: Any) -> CompletionOutput:
     entries = []
-    for place, token in enumerate(ids):
-        values = {token: -0.5, **(tops[place] if tops else {})}
+    for index, token in enumerate(ids):
+        values = {token: -0.5, **(tops[index] if tops else {})}
         ranks = sorted(values, key=lambda key: -values[key])
         entries.append({key: Logprob(value, ranks.index(key) + 1) for key, value in values.items()})
     return CompletionOutput(0, TOKENIZER.decode(ids), tuple(ids), logprobs=tuple(entries),

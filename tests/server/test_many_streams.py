@@ -40,7 +40,7 @@ async def follow(client: httpx.AsyncClient, number: int) -> None:
                 assert event["id"] == f"cmpl-stream-{number}"
                 ids += [token for choice in event["choices"] for token in choice.get("token_ids", ())]
     assert done == 1
-    assert ids == [(number + 1 + place) % 256 for place in range(count)]
+    assert ids == [(number + 1 + index) % 256 for index in range(count)]
     assert event["usage"]["completion_tokens"] == count
 
 

@@ -136,7 +136,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(server: LiveServer, browser: Any) -> Page:
-    """Opened, and let in with the key."""
+    """Opened, and authorized with the key."""
     from selenium.webdriver import Keys
 
     found = Page(browser)
@@ -221,7 +221,7 @@ def test_the_pool_is_drawn_block_by_block(page: Page, server: LiveServer) -> Non
 
 
 def test_swapped_blocks_are_drawn_beside_the_pool(page: Page, server: LiveServer, shots: Path) -> None:
-    """Of two long prompts, of which the pool holds one; beside two choices that run on behind a prompt of theirs."""
+    """Two long prompts, and the pool holds only one; beside two running choices of one prompt."""
     httpx.post(f"{server.url}/reset_prefix_cache", headers=KEY)
     for letter in "yz":
         assert chat(server, messages=[{"role": "user", "content": letter * 6000}], max_tokens=1).status_code == 200
@@ -252,13 +252,13 @@ def numbers(page: Page, label: str | None = None) -> dict[str, int]:
 
 
 def check_picture(page: Page) -> None:
-    """Each kind has as much of the picture, in its colour, as it has of the blocks."""
+    """Each kind has as much of the picture, in its color, as it has of the blocks."""
     label, pixels = page.browser.execute_script("""
         const canvas = document.getElementById("pool"), pen = canvas.getContext("2d"), counts = {};
         const data = pen.getImageData(0, 0, canvas.width, canvas.height).data;
-        for (let place = 0; place < data.length; place += 4) {
-          if (data[place + 3] === 255) {
-            const name = [...data.slice(place, place + 3)].join();
+        for (let index = 0; index < data.length; index += 4) {
+          if (data[index + 3] === 255) {
+            const name = [...data.slice(index, index + 3)].join();
             counts[name] = (counts[name] || 0) + 1;
           }
         }

@@ -48,7 +48,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def still_serving(server: LiveServer) -> Iterator[None]:
-    """Whatever a test does, the server goes on and gives everything back."""
+    """Whatever a test does, the server keeps serving and frees everything."""
     yield
     server.wait_idle(5)
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -80,8 +80,8 @@ def joined(events: list[dict[str, Any]]) -> dict[int, tuple[str, str, Any]]:
         for choice in event["choices"]:
             text, finish, _ = found.get(choice["index"], ("", None, None))
             assert finish is None
-            news = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            found[choice["index"]] = text + news, choice["finish_reason"], choice.get("stop_reason")
+            new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] = text + new, choice["finish_reason"], choice.get("stop_reason")
     assert all(finish is not None for _, finish, _ in found.values())
     return found
 
@@ -234,7 +234,7 @@ def test_a_chat_is_its_rendered_prompt(http: httpx.Client, tokenizer: Tokenizer)
 
 def test_defaults_of_max_tokens(http: httpx.Client) -> None:
     assert post(http, prompt=STORY, ignore_eos=True)["usage"]["completion_tokens"] == 16
-    answer = post(http, "/v1/chat/completions", messages=QUESTION, temperature=0)  # goes on until the model ends
+    answer = post(http, "/v1/chat/completions", messages=QUESTION, temperature=0)  # until the model ends
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert all(event["choices"][0]["finish_reason"] != "" for event in stream(http, "/v1/completions", prompt=STORY))
 

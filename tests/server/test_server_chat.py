@@ -145,7 +145,7 @@ def _texts(ids: list[int]) -> list[int]:
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    found = {place: (" " if char == "Ġ" else char) for place, char in enumerate(alphabet)}
+    found = {index: (" " if char == "Ġ" else char) for index, char in enumerate(alphabet)}
     return [ord(found.get(number, "\u0100")) for number in ids]
 
 

@@ -48,7 +48,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def long_stream(server: LiveServer, max_tokens: int = 2500) -> Iterator[Iterator[str]]:
-    """The lines of a stream that goes on for seconds, once it has begun."""
+    """The lines of a stream that takes seconds, once it has begun."""
     body = {**LONG, "max_tokens": max_tokens, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
@@ -94,7 +94,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(start: Any) -
         server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 2)
         refused = complete(server)
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
-        answer = b"".join(iter(lambda: half.recv(65536), b""))  # nobody waits for the rest of what came in part
+        answer = b"".join(iter(lambda: half.recv(65536), b""))  # the server does not wait for the rest of it
         assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting down" in answer
         assert is_complete(lines)
     assert server.process.wait(20) == 0
@@ -303,7 +303,7 @@ def test_a_context_filled_to_the_last_token(strict: LiveServer) -> None:
     answer = ask(4095, max_tokens=1).json()
     assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["total_tokens"] == 4096
     assert ask(4090, max_tokens=6).json()["usage"]["completion_tokens"] == 6
-    assert ask(4090).json()["usage"]["completion_tokens"] == 6  # a default gives way
+    assert ask(4090).json()["usage"]["completion_tokens"] == 6  # the default fits the room
     assert ask(4090, max_tokens=7).json()["error"]["code"] == "context_length_exceeded"
     assert ask(4096, max_tokens=1).json()["error"]["code"] == "context_length_exceeded"
     chat = {"messages": [{"role": "user", "content": "x" * 4055}], "ignore_eos": True}

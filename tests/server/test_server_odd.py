@@ -118,7 +118,7 @@ def joined(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for choice in (choice for event in events for choice in event["choices"]):
         whole = found.setdefault(choice["index"], {"text": "", "logprobs": {}, "token_ids": [], "finish_reason": None})
-        assert whole["finish_reason"] is None, "news of a choice that has ended"
+        assert whole["finish_reason"] is None, "new output of a choice that has ended"
         whole["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
         for name, values in (choice["logprobs"] or {}).items():
             whole["logprobs"].setdefault(name, []).extend(values)

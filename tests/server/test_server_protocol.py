@@ -206,8 +206,8 @@ def events(text: str) -> list[dict[str, Any]]:
 
 @given(st.text())
 def test_any_text_survives_a_chunk(text: str) -> None:
-    news = CompletionOutput(0, text, ())
-    chat, plain = shape(True).text_chunk(1, news), shape(False).text_chunk(1, news)
+    new = CompletionOutput(0, text, ())
+    chat, plain = shape(True).text_chunk(1, new), shape(False).text_chunk(1, new)
     if not text:
         assert chat == plain == ""
         return
@@ -264,9 +264,9 @@ def test_whole_answers_are_in_prompt_major_order() -> None:
 
 
 def delta(request: str, choice: int, text: str, ids: tuple[int, ...], finish: Any = None) -> RequestOutput:
-    told = tuple({number: Logprob(-float(number), 1)} for number in ids)
-    return RequestOutput(request, None, (1,), (CompletionOutput(choice, text, ids, finish_reason=finish, logprobs=told,
-                                                                text_offsets=ids),), finish is not None)
+    logprobs = tuple({number: Logprob(-float(number), 1)} for number in ids)
+    output = CompletionOutput(choice, text, ids, finish_reason=finish, logprobs=logprobs, text_offsets=ids)
+    return RequestOutput(request, None, (1,), (output,), finish is not None)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.text(max_size=3), st.lists(st.integers(0, 9)),

@@ -211,22 +211,22 @@ def test_a_stop_that_is_a_special_token_cuts_no_ordinary_character(served: Serve
     prompt = hf("hello").input_ids
     body = {"prompt": prompt, "max_tokens": 30, "allowed_token_ids": [mark, *ordinary]}
 
-    def check(seed: int, free: list[int], place: int) -> None:
-        text = served.new_text(prompt, free[:place])
+    def check(seed: int, free: list[int], first: int) -> None:
+        text = served.new_text(prompt, free[:first])
         for stop, skip, keep in itertools.product(({"stop_token_ids": [mark]}, {"stop": MARK}), (True, False, None),
                                                   (True, False)):
             found = served.complete(**body, **stop, seed=seed, skip_special_tokens=skip, logprobs=0,
                                     include_stop_str_in_output=keep)
             assert found["text"] == text + MARK * (keep and skip is False)
             assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop.get("stop", mark))
-            assert found["token_ids"] == free[:place + 1]
-            assert {len(values) for values in found["logprobs"].values()} == {place + 1}
+            assert found["token_ids"] == free[:first + 1]
+            assert {len(values) for values in found["logprobs"].values()} == {first + 1}
 
     with ThreadPoolExecutor(4) as threads:
         runs = list(threads.map(lambda seed: served.complete(**body, seed=seed)["token_ids"], range(12)))
         firsts = {free.index(mark): (seed, free) for seed, free in enumerate(runs) if mark in free}
         assert len(firsts) >= 4
-        list(threads.map(lambda place: check(*firsts[place], place), firsts))
+        list(threads.map(lambda first: check(*firsts[first], first), firsts))
 
 
 # Spaces and characters
@@ -267,10 +267,10 @@ def check_offsets(served: Served, prompt: str | list[int], echoed: dict[str, Any
     assert offsets[0] == 0 and offsets == sorted(offsets) and len(offsets) == len(ids)
     if served.kind != "byte level":
         return  # what others decode alone may lack its space
-    for place, (start, end) in enumerate(itertools.pairwise([*offsets, len(text)])):
-        own = place < len(echoed["prompt_token_ids"])  # of a prompt all is shown but what the tokenizer has added
-        added = place == 0 and isinstance(prompt, str) and not prompt.startswith(hf.bos_token)
-        assert text[start:end] == ("" if added else hf.decode([ids[place]], skip_special_tokens=skip and not own))
+    for index, (start, end) in enumerate(itertools.pairwise([*offsets, len(text)])):
+        own = index < len(echoed["prompt_token_ids"])  # of a prompt all is shown but what the tokenizer has added
+        added = index == 0 and isinstance(prompt, str) and not prompt.startswith(hf.bos_token)
+        assert text[start:end] == ("" if added else hf.decode([ids[index]], skip_special_tokens=skip and not own))
 
 
 def test_a_text_of_a_given_form(served: Served) -> None:

@@ -41,7 +41,7 @@ class Document:
         return [(found[1], found[2]) for found in _FENCE.finditer(self.text) if language in (None, found[1])]
 
     def spans(self) -> list[str]:
-        """What stands between backticks in the prose."""
+        """Texts between backticks in the prose."""
         return [" ".join(span.split()) for span in _SPAN.findall(self.prose)]
 
     def commands(self) -> Iterator[str]:

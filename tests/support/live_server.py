@@ -32,7 +32,7 @@ def write_tiny_model(folder: Path, *, context: int = 4096) -> Path:
     """A Llama with random weights whose tokens are single bytes, in Hugging Face layout; it ends only by chance."""
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({char: place for place, char in enumerate(alphabet)}, []))
+    backend = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])

@@ -18,7 +18,7 @@ class Greedy:
 
 
 class ReferenceModel:
-    """A checkpoint as transformers loads it, dequantised to float32.
+    """A checkpoint as transformers loads it, dequantized to float32.
 
     Args:
         path: a .gguf file, or a directory in Hugging Face layout.

@@ -39,7 +39,7 @@ def write_scripted_model(folder: Path, scripts: Mapping[str, Sequence[str]], *, 
     pieces = [piece for script in scripts.values() for piece in script]
     assert len(set(pieces)) == len(pieces) and all(piece.isascii() for piece in pieces)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({char: place for place, char in enumerate(alphabet)}, []))
+    backend = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END, special=True),

@@ -91,7 +91,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32, metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None, architecture: str = "llama",
 ) -> Path:
-    """Write the weights; matrices are stored as `kind`, a Llama's q and k rows with neighbouring rotary pairs.
+    """Write the weights; matrices are stored as `kind`, a Llama's q and k rows with neighboring rotary pairs.
 
     Args:
         metadata: more values.

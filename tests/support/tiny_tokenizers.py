@@ -21,7 +21,7 @@ def sentencepiece_metadata(**more: Any) -> dict[str, Any]:
     """A vocabulary as SentencePiece makes it: word-start markers, byte fallback, scores in place of merges."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES, "<think>"]
     types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(_PIECES) + [USER_DEFINED]
-    scores = [0.0] * 259 + [-float(place) for place in range(len(_PIECES))] + [0.0]
+    scores = [0.0] * 259 + [-float(index) for index in range(len(_PIECES))] + [0.0]
     return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types,
             "tokenizer.ggml.scores": scores, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
             "tokenizer.ggml.unknown_token_id": 0, "tokenizer.chat_template": TEMPLATE, **more}
@@ -58,7 +58,7 @@ def metaspace(metadata: dict[str, Any]) -> Tokenizer:
 def wordpiece() -> Tokenizer:
     """A tokenizer whose decoder is of neither common kind: it joins tokens with spaces."""
     words = ["[UNK]", "[SEP]", "a", "walk", "##ing", "##s", "dog", ".", "the"]
-    backend = Backend(models.WordPiece({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    backend = Backend(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece(cleanup=False)
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]"))

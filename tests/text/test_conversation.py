@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.text.conversation import normalise_messages
+from jaxpaged.text.conversation import normalize_messages
 
 
 def test_good_messages() -> None:
@@ -23,7 +23,7 @@ def test_good_messages() -> None:
         {"role": "assistant", "reasoning_content": "hm", "unknown": 1, "refusal": None, "function_call": None},
         {"role": "user", "content": ""},
     ]
-    found = normalise_messages(messages)
+    found = normalize_messages(messages)
     assert found == [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo", "name": "Bo"},
         {"role": "assistant", "content": "", "tool_calls": [
@@ -33,7 +33,7 @@ def test_good_messages() -> None:
             {"id": "4", "type": "function", "function": {"name": "i", "arguments": {"y": 2}}}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "assistant", "content": "", "reasoning_content": "hm"}, {"role": "user", "content": ""}]
-    assert normalise_messages(found) == found
+    assert normalize_messages(found) == found
 
 
 def call(**function: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def call(**function: Any) -> dict[str, Any]:
 ])
 def test_bad_messages(message: object) -> None:
     with pytest.raises(RequestError) as caught:
-        normalise_messages([{"role": "user", "content": "fine"}, message])
+        normalize_messages([{"role": "user", "content": "fine"}, message])
     assert caught.value.param == "messages" and "messages[1]" in str(caught.value)
     assert "http" not in str(caught.value) and len(str(caught.value)) < 200
 
@@ -68,7 +68,7 @@ def test_bad_messages(message: object) -> None:
 @pytest.mark.parametrize("messages", [None, [], {}, "text", {"role": "user", "content": "a"}, 5])
 def test_bad_conversations(messages: object) -> None:
     with pytest.raises(RequestError) as caught:
-        normalise_messages(messages)
+        normalize_messages(messages)
     assert caught.value.param == "messages"
 
 
@@ -81,7 +81,7 @@ json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(m
 @given(messages=json_values)
 def test_any_json_gives_messages_or_a_request_error(messages: Any) -> None:
     try:
-        found = normalise_messages(messages)
+        found = normalize_messages(messages)
     except RequestError:
         return
     assert all(isinstance(message["content"], str) for message in found)

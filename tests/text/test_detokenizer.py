@@ -37,7 +37,7 @@ def cut(ids: list[int], data: st.DataObject) -> list[list[int]]:
 
 
 def new_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool) -> str:
-    """decode(prompt + output) without the prompt's text, of which an unfinished character at the end is not part."""
+    """decode(prompt + output) without the prompt's text, which excludes an unfinished character at its end."""
     before = tokenizer.decode(prompt, skip)
     whole = tokenizer.decode(prompt + ids, skip)
     if not whole.startswith(before):
@@ -144,7 +144,7 @@ def test_a_character_begun_in_the_prompt(tokenizer: Tokenizer, size: int) -> Non
     assert "".join(stream(tokenizer, prompt, [ids])) == "日"
 
 
-def test_stray_bytes_spoil_no_neighbour() -> None:
+def test_stray_bytes_spoil_no_neighbor() -> None:
     ids = [*SENTENCEPIECE.encode("日", False)[1:], BYTES + 0xFF, *SENTENCEPIECE.encode("本", False)[1:]]
     assert "".join(stream(SENTENCEPIECE, SENTENCEPIECE.encode("a"), [ids])) == "日\ufffd本"
 

@@ -294,7 +294,7 @@ def generate(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams])
     return llm.generate(list(prompts), list(params), use_tqdm=False)
 
 
-def test_every_text_fits_and_unconstrained_neighbours_stay_so(llm: LLM, few_blocks: LLM) -> None:
+def test_every_text_fits_and_unconstrained_neighbors_stay_so(llm: LLM, few_blocks: LLM) -> None:
     """Greedy and sampled, with blocks taken away on the way, mixed with requests without a constraint."""
     prompts = [[token % 60 for token in random_prompt(5 + 4 * number, number)]  # whole characters
                for number in range(2 * len(KINDS) + 2)]
