@@ -1,4 +1,4 @@
-"""Llama-3.1-70B's shape shared by eight H200s that are not there: collectives, bytes per device, temporaries.
+"""Llama-3.1-70B's shape shared by eight absent H200s: collectives, bytes per device, temporaries.
 
 A part of bench_aot.py, which runs it in a process of its own and writes its table.
 """

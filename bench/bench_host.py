@@ -106,7 +106,7 @@ def main() -> None:
                                      allow_abbrev=False)
     parser.add_argument("--running", type=int, nargs="+", default=[32, 64, 128, 256], metavar="N")
     parser.add_argument("--waiting", type=int, nargs="+", default=[1, 64, 1024, 4096], metavar="N",
-                        help="beside the largest number of running requests, which take all slots")
+                        help="besides the largest number of running requests, which take all slots")
     parser.add_argument("--steps", type=int, default=200, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args, engine_flags = parser.parse_known_args()

@@ -3,7 +3,7 @@
     pip install ".[cuda12,triton]"
     python examples/jax_triton_rms_norm.py
 
-jaxpaged itself never takes this way: its kernels are Pallas', which compile for a GPU that is not there, and jax-triton
+jaxpaged itself never takes this way: its kernels are Pallas', which compile for an absent GPU, and jax-triton
 lowers only where one is. Take it to try a kernel that exists in Triton already. It needs an NVIDIA GPU, and has not
 been run on one yet.
 """

@@ -1,4 +1,4 @@
-"""How many requests fit on a GPU that is not here? Needs a config.json, neither weights nor the GPU.
+"""How many requests fit on an absent GPU? Needs a config.json, neither weights nor the GPU.
 
     python examples/plan_for_gpu.py
 """

@@ -148,17 +148,6 @@ class ModelConfig:
             seen[layer] = min(seen.get(layer, 0) + 1, count)
         return replace(self, layers=tuple(layer for layer, times in seen.items() for _ in range(times)))
 
-    def with_attention(self, **changes: Any) -> "ModelConfig":
-        """A copy with fields of every layer's attention changed."""
-        return replace(self, layers=tuple(
-            replace(layer, mixer=replace(layer.mixer, **changes)) for layer in self.layers))
-
-    def with_windows(self, windows: tuple[int | None, ...]) -> "ModelConfig":
-        """A copy with the sliding window of each layer, which are taken in turn if there are fewer."""
-        return replace(self, layers=tuple(
-            replace(layer, mixer=replace(layer.mixer, window=windows[index % len(windows)]))
-            for index, layer in enumerate(self.layers)))
-
     def part(self, devices: int, kv_devices: int) -> "ModelConfig":
         """The attention that each of `devices` devices computes; the KV heads are divided over `kv_devices` of them."""
         return replace(self, layers=tuple(
@@ -189,10 +178,3 @@ class ModelConfig:
     def head_dim(self) -> int:
         """H, which all layers share."""
         return self.attention[0].head_dim
-
-
-def uniform_layers(count: int, *, heads: int, kv_heads: int, head_dim: int, mlp_dim: int, norm_eps: float = 1e-5,
-                   **attention: Any) -> tuple[LayerSpec, ...]:
-    """`count` equal Llama layers."""
-    layer = LayerSpec(AttentionSpec(heads, kv_heads, head_dim, **attention), MLPSpec(mlp_dim), NormSpec(norm_eps))
-    return (layer,) * count

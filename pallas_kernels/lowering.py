@@ -140,7 +140,7 @@ def is_compile_only(device: jax.Device) -> bool:
 def lowering_for(device: jax.Device) -> AbstractContextManager[Any]:
     """Context in which a program with kernels is lowered for `device`; needed around `lower()`, not around `compile()`.
 
-    From jax 0.11 on the lowering asks the context for the GPU, and one that is not there has to be named. The warning
+    From jax 0.11 on the lowering asks the context for the GPU, and an absent one has to be named. The warning
     of deprecation is silenced for good rather than inside the context: programs are lowered on several threads, and
     Python's warning filters are not made to be restored by two of them.
     Inside `shard_map` its mesh names the devices, and nothing has to be around it.

@@ -142,7 +142,7 @@ def _kernel(
     @pl.when(tokens > 0)
     def _attend() -> None:
         trips = lax.div(end - base + (BLOCK - 1), jnp.int32(BLOCK))
-        # Rows of tokens that are not there repeat the last one that is.
+        # Rows without a token repeat the last one that has one.
         for token in range(tile_tokens):
             row = first_row + jnp.minimum(token, tokens - 1)
             mosaic.load_tile(q_ref.at[row, kv_head], q_tile.at[pl.ds(token * spread, spread)], q_here)

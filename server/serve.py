@@ -1,4 +1,4 @@
-"""The life cycle of the server: start both processes, serve, and end without leaving anything behind."""
+"""The life cycle of the server: start both processes, serve, and end both."""
 
 import asyncio
 import contextlib

@@ -21,7 +21,7 @@ pytest_plugins = ["tests.support.rooms"]
 # One cache for the whole run, child processes included, and none of it in the user's own. Set before JAX is imported.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache-test"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Tests run on the CPU and compile for GPUs that are not there; the plugin that does so looks for one unless told.
+# Tests run on the CPU and compile for absent GPUs; the plugin that does so looks for one unless told.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # How long an example takes says nothing on a shared machine.

@@ -10,7 +10,7 @@ from bench.gpu_checks.report import HEAD_DIM, Report, gpu_target
 
 
 def check_mosaic(report: Report) -> None:
-    """Beside the plain specification, then beside the same by Triton: `decode` has what that one reaches."""
+    """Compared with the plain specification, then with Triton; `decode` has the figures that Triton reaches."""
     from jaxpaged.pallas_kernels.attention_rule import AttentionRule
 
     target = gpu_target(report.smoke)

@@ -83,7 +83,7 @@ def make_layout(windows: Sequence[int | None]) -> KVLayout:
     """The layout for layers with these windows.
 
     There are as many strips as layers that keep everything, since those are what grows; without any, as many as layers
-    of the commonest window.
+    of the most common window.
     """
     kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
     counts = [windows.count(kind) for kind in kinds]

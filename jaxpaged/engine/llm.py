@@ -196,7 +196,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, pooling: str = "last",
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Embeddings of prompts, from the hidden states behind the model's last norm; needs `enable_embeddings=True`.
+        """Embeddings of prompts, from the hidden states after the model's last norm; needs `enable_embeddings=True`.
 
         Args:
             prompts: see `generate`.

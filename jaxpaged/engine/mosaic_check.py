@@ -44,7 +44,7 @@ LIMITS = {"bfloat16": 0.03, "float16": 0.01}  # results are of the size of 1
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is tried; windows: those of all layers, None for full attention; interpret: on the CPU, for tests."""
+    """What is checked; windows: those of all layers, None for full attention; interpret: on the CPU, for tests."""
 
     group: int
     kv_heads: int

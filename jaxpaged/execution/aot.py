@@ -1,7 +1,7 @@
-"""Compile for a GPU that is not there, and count in the result what would run.
+"""Compile for an absent GPU, and count in the result what would run.
 
 XLA:GPU needs a description of the device, not the device. What comes out is the real executable: memory analysis,
-launches, command buffers. Beside JAX this takes its CUDA plugin of the same version.
+launches, command buffers. Besides JAX this takes its CUDA plugin of the same version.
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ def compile_only_devices(gpu: GpuSpec, count: int = 1) -> tuple[jax.Device, ...]
 
 @contextmanager
 def no_persistent_cache() -> Iterator[None]:
-    """Compile without JAX's persistent cache: its entries for a device that is not there cannot be read back.
+    """Compile without JAX's persistent cache: its entries for an absent device cannot be read back.
 
     The cache is off for the whole process; enter this once around all threads that compile.
     """

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as data, from public facts: what XLA needs to compile for one that is not there."""
+"""NVIDIA GPUs as data, from public facts: what XLA needs to compile for an absent one."""
 
 from dataclasses import dataclass
 

@@ -124,7 +124,7 @@ class ModelRunner:
         return self._programs.num_compiled
 
     def dispatch(self, step: SchedulerOutput) -> StepInFlight:
-        """Queue a step on the device, behind those already there."""
+        """Queue a step on the device, after those already there."""
         shape = self._shape
         changed = [chunk for chunk in step.chunks if chunk.admit or chunk.table]
         admitted = [chunk for chunk in changed if chunk.admit]

@@ -99,7 +99,7 @@ _READABLE = ("device", "devices", "platform", "dtype", "kv_cache_dtype", *_PACKA
 
 
 def environment_key(device: jax.Device, platform_name: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """What any program depends on beside its own definition: versions, device, compiler options, our code."""
+    """What any program depends on besides its own definition: versions, device, compiler options, our code."""
     key = {name: _version(name) for name in _PACKAGES}
     key |= {"jaxpaged": jaxpaged.__version__, "code": _code_hash(), "platform": platform_name,
             "device": device.device_kind, "compiler_options": json.dumps(dict(options), sort_keys=True)}

@@ -217,7 +217,7 @@ class ProgramSet:
         return None if self._platform == "cpu" else "pinned_host"
 
     def lower(self, name: ProgramName) -> jax.stages.Lowered:
-        """The program before it is compiled, which can also be done for a device that is not there; see `aot`."""
+        """The program before it is compiled, which can also be done for an absent device; see `aot`."""
         # Inside shard_map the mesh says which devices they are.
         kind, size = name
         with nullcontext() if self.placement.mesh else lowering_for(self.placement.devices[0]):

@@ -1,4 +1,4 @@
-"""Prompt log probabilities, and hidden states for embeddings: what some prompts return beside keys and values."""
+"""Prompt log probabilities, and hidden states for embeddings: what some prompts return besides keys and values."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The one judge of lengths: how long a prompt may be, and how many tokens may be generated behind it."""
+"""The only place that checks lengths: of prompts, and of the output after them."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ class ContextWindow:
                 "and at least one of them is for the answer; shorten the prompt", param)
 
     def resolve_max_tokens(self, num_tokens: int, asked: int | None, *, lower: bool = False) -> int:
-        """The limit of the output behind a prompt of `num_tokens`.
+        """The limit of the output after a prompt of `num_tokens`.
 
         Args:
             asked: None for as much as fits.

@@ -1,4 +1,4 @@
-"""Embeddings of prompts: a decoder's hidden states behind its last norm, of the last token or the mean of all."""
+"""Embeddings of prompts: a decoder's hidden states after its last norm, of the last token or the mean of all."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jaxpaged.frontend.input_processor import ProcessedRequest
 
 Pooling = Literal["last", "mean"]
 
-# The engine samples one token behind every prompt; here it is discarded.
+# The engine samples one token after every prompt; here it is discarded.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False,
                                   output_kind=RequestOutputKind.FINAL_ONLY)
 

@@ -44,7 +44,7 @@ class OrbaxCheckpoint:
         self, stored: Mapping[Any, Any], wanted: Mapping[Any, Any], *, keep_in_place: bool = False,
         progress: bool = False,
     ) -> dict[Any, Any]:
-        """Read all parameters; beside them the host holds no more than the largest one.
+        """Read all parameters; besides them the host holds no more than the largest one.
 
         Args:
             stored: shapes that the arrays should have, in the tree of the parameters.

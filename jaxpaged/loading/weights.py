@@ -58,7 +58,7 @@ def load_params(
     keep_in_place: bool = False,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """Load all parameters. Each device reads only its shard; beside them the host holds at most the largest tensor.
+    """Load all parameters. Each device reads only its shard; besides them the host holds at most the largest tensor.
 
     Args:
         shapes: nested dict of the parameters, leaves with a `shape`, as `nnx.to_pure_dict` gives it.

@@ -25,7 +25,7 @@ class Prefix:
 
     Attributes:
         tables: of each group, blocks in order of position; the null block where the content has to be loaded from host
-            memory, and where no token behind the prefix sees it.
+            memory, and where no token after the prefix sees it.
         num_unseen: of each group, number of the latter, which come first.
         num_free: number of units of these blocks that are free now.
         on_host: blocks to load.
@@ -216,7 +216,7 @@ class KVManager:
     def find_prefix(self, request: Request) -> Prefix:
         """The longest prefix of a waiting request that is cached or that a chunk planned for this step will fill.
 
-        A group that keeps everything must have all of its blocks, one with a window those that the token behind it
+        A group that keeps everything must have all of its blocks, one with a window those that the token after it
         sees. Its last token is never part of it: a step has to compute the logits.
         """
         groups = self._groups

@@ -90,7 +90,7 @@ class PredictedPolicy(FcfsPolicy):
     """Shortest predicted remaining work first; blocks stay free for the predicted growth of the running requests.
 
     Work is counted in steps: one for each token to generate, and a share of one for each token to prefill. Lengths
-    are predicted from the requests that have finished lately (`LengthPredictor`).
+    are predicted from the requests that have finished recently (`LengthPredictor`).
 
     Args:
         ageing_rate: tokens of predicted work that a second of waiting outweighs.

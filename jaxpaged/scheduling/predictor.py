@@ -1,4 +1,4 @@
-"""Predicts output lengths: quantiles over the requests that have finished lately.
+"""Predicts output lengths: quantiles over the requests that have finished recently.
 
 Requests are grouped by what is known before the first token: the length of the prompt, max_tokens and the caller's
 hint, each in buckets of powers of two. A bucket holds its latest lengths only, so that it follows a drift and its

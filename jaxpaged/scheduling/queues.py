@@ -1,4 +1,4 @@
-"""Where every live request is: waiting, running in a slot, or behind the leader that computes its prompt.
+"""Where every live request is: waiting, running in a slot, or waiting for the leader that computes its prompt.
 
 A paused member of a family that has lost its slot is in no queue: it waits again once it is resumed.
 """

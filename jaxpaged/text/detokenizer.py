@@ -102,7 +102,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: the new tokens are decoded behind a few earlier ones, whose text is then cut off."""
+    """For any other decoder: the new tokens are decoded after a few earlier ones, whose text is then cut off."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: bool) -> None:
         self._tokenizer = tokenizer

@@ -23,7 +23,7 @@ class StopStrings:
 
         Returns:
             The text that is decided, and the stop string that it ends with or None. Of strings that end at the same
-            index the longest counts. Text behind a stop string is dropped.
+            index the longest counts. Text after a stop string is dropped.
         """
         if not self._held and not any(first in text for first in self._firsts):
             return text, None
@@ -46,7 +46,7 @@ class StopStrings:
     def _find_undecided(self, text: str) -> int:
         """Index of the longest suffix that a stop string starts with and goes beyond.
 
-        A start that no stop string has in common with the text is never looked at again: the next call begins behind
+        A start that no stop string has in common with the text is never looked at again: the next call begins after
         it. So the time stays linear, however often a long stop string nearly matches.
         """
         for start, char in enumerate(text):

@@ -142,7 +142,7 @@ def _divisors(schema: Any) -> Iterator[int | float]:
 
 
 def _states(divisor: int | float) -> int:
-    """Number of remainders, for decimal numbers with as many digits behind the point as the divisor."""
+    """Number of remainders, for decimal numbers with as many digits after the point as the divisor."""
     exact = Decimal(repr(divisor)).normalize()
     if not exact.is_finite():
         return 0  # the compiler refuses it

@@ -174,7 +174,7 @@ class Tokenizer:
 
     @cached_property
     def _opening(self) -> str:
-        """A prefix behind which text is encoded as in the middle of another: empty, or a character that no vocabulary
+        """A prefix after which text is encoded as in the middle of another: empty, or a character that no vocabulary
         joins with others."""
         bare = b"".join(map(self.token_bytes, self._encode(self.backend, "a", False))) == b"a"
         return "" if bare else "\x02"

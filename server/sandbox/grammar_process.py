@@ -22,7 +22,7 @@ class GrammarProcesses:
 
     Args:
         timeout: seconds that one grammar may take.
-        limits: of what clients send, and of the memory that one grammar may take, which the engine will spend too.
+        limits: of what clients send, and of the memory that one grammar may take, which the engine also allocates.
     """
 
     def __init__(self, *, timeout: float, limits: Limits = LIMITS) -> None:

@@ -152,7 +152,7 @@ def test_every_device_by_its_name(model: Path, tmp_path: Path, device: str) -> N
 
 @pytest.mark.slow
 def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For a GPU that is not here, shared by two: collectives, kernels, and one command buffer around them."""
+    """For an absent GPU, shared by two: collectives, kernels, and one command buffer around them."""
     pytest.importorskip("jax_plugins", reason="JAX's CUDA plugin is not installed")
     assert main([str(model / "config.json"), "--device", "h200", "-tp", "2", "--dtype", "bfloat16", *FLAGS]) == 0
     text = capsys.readouterr().out

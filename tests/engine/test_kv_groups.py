@@ -20,6 +20,7 @@ from jaxpaged.loading.weights import load_params
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.server.routes.engine_state import engine_state
+from tests.support.model_configs import with_windows
 from tests.support.tiny_engine import run
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
 
@@ -50,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, dict[A
     """The module and its weights."""
     checkpoint = open_checkpoint(write_model(tmp_path_factory.mktemp("groups") / "model", LAYERS))
     family = find_family(LAYERS)
-    config = family.config_from_hf(LAYERS).with_windows(WINDOWS)
+    config = with_windows(family.config_from_hf(LAYERS), WINDOWS)
     module = family.build(config, jnp.dtype(jnp.float32))
     params = load_params(nnx.to_pure_dict(nnx.state(module)), family.weights, checkpoint, num_layers=len(WINDOWS))
     return module, params

@@ -17,9 +17,10 @@ from jaxpaged.execution import aot
 from jaxpaged.execution.devices import DeviceInfo
 from jaxpaged.execution.gpu_targets import find_gpu
 from jaxpaged.execution.programs import ProgramSet
-from jaxpaged.models.config import ModelConfig, uniform_layers
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.metadata import uses_mosaic
 from jaxpaged.pallas_kernels.lowering import GpuTarget
+from tests.support.model_configs import uniform_layers, with_attention, with_windows
 
 MODEL = ModelConfig("test", model_dim=512, vocab_size=64, max_model_len=128,
                     layers=uniform_layers(2, heads=8, kv_heads=2, head_dim=64, mlp_dim=48))
@@ -59,9 +60,9 @@ def test_the_choice_by_model() -> None:
     """Only where some step would use it is it tried at all."""
     target = GpuTarget.of(device("h200").devices[0], "auto")
     assert uses_mosaic(target, MODEL, BFLOAT16, BFLOAT16)
-    assert uses_mosaic(target, MODEL.with_attention(softcap=3.0).with_windows((100, None)), BFLOAT16, BFLOAT16)
-    for model, dtype in ((MODEL, jnp.dtype(jnp.int8)), (MODEL.with_attention(alibi=True), BFLOAT16),
-                         (MODEL.with_attention(sinks=True), BFLOAT16), (MODEL.with_attention(head_dim=80), BFLOAT16)):
+    assert uses_mosaic(target, with_windows(with_attention(MODEL, softcap=3.0), (100, None)), BFLOAT16, BFLOAT16)
+    for model, dtype in ((MODEL, jnp.dtype(jnp.int8)), (with_attention(MODEL, alibi=True), BFLOAT16),
+                         (with_attention(MODEL, sinks=True), BFLOAT16), (with_attention(MODEL, head_dim=80), BFLOAT16)):
         assert not uses_mosaic(target, model, BFLOAT16, dtype)
 
 
@@ -111,7 +112,7 @@ def test_what_is_right_or_was_asked_for_stays(caplog: pytest.LogCaptureFixture) 
     for wanted, info in (("mosaic", device("h200")), ("triton", device("h200")), ("auto", device("a100-80g")),
                          ("auto", device("h200", 2)), ("auto", DeviceInfo("cpu", "CPU", 0, ()))):
         assert settle(wanted, device=info, find_failure=fail) == wanted
-    assert settle("auto", model=MODEL.with_attention(alibi=True), device=device("h200"), find_failure=fail) == "auto"
+    assert settle("auto", model=with_attention(MODEL, alibi=True), device=device("h200"), find_failure=fail) == "auto"
     assert not caplog.records
 
 

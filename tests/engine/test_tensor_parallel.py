@@ -18,8 +18,9 @@ from jaxpaged.commands.convert import main as convert
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution.sharding import Partition, padded, partition_of, possible_sizes
-from jaxpaged.models.config import ModelConfig, uniform_layers
+from jaxpaged.models.config import ModelConfig
 from tests.support.live_server import flags_of
+from tests.support.model_configs import uniform_layers
 from tests.support.sameness import compare_ids
 from tests.support.sharded_process import ROOT, run_cases
 from tests.support.tiny_llama import CONFIG, Reference, random_prompt, random_weights, write_model

@@ -1,4 +1,4 @@
-"""Compiling for GPUs that are not there: every GPU in the table, what is read from the result, and no noise."""
+"""Compiling for absent GPUs: every GPU in the table, what is read from the result, and no noise."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""The engine's own programs compiled for GPUs that are not there: in place, few launches, one CUDA graph, good code.
+"""The engine's own programs compiled for absent GPUs: in place, few launches, one CUDA graph, good code.
 
 The numbers are compared with bench/results/aot.md, so that a change for the worse is seen.
 """

@@ -1,4 +1,4 @@
-"""Llama-3.1-70B's shape over eight H200s that are not there: few collectives, all in the graph, each device its shard.
+"""Llama-3.1-70B's shape over eight absent H200s: few collectives, all in the graph, each device its shard.
 
 The numbers are compared with bench/results/aot.md, so that a change for the worse is seen.
 """

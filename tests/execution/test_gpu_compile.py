@@ -1,4 +1,4 @@
-"""The attention kernel, compiled for GPUs that are not there: what interpreting it cannot see.
+"""The attention kernel, compiled for absent GPUs: what interpreting it cannot see.
 
 Each variant must lower, keep its registers, load its pages 16 bytes at a time while it computes, and use tensor cores.
 They are compiled in a child process: a compiler that aborts is then a failed test of the variant that it aborted on.

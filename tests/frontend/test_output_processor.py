@@ -64,7 +64,7 @@ class Run:
 
 
 def first_end(text: str, stops: Iterable[str], free: int) -> tuple[int, str] | None:
-    """By definition: the smallest end of any match behind `free` characters, and of those the longest string."""
+    """By definition: the smallest end of any match after `free` characters, and of those the longest string."""
     ends = [(end, -len(stop), stop) for stop in stops for end in range(free + 1, len(text) + 1)
             if text[:end].endswith(stop)]
     if not ends:

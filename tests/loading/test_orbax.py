@@ -148,7 +148,7 @@ print(peak() - before)
 
 
 def over(what: str, path: Path, out: Path, devices: int = 1) -> int:
-    """Peak bytes that a process holds beside the parameters while it does this."""
+    """Peak bytes that a process holds besides the parameters while it does this."""
     done = subprocess.run([sys.executable, "-c", _MEASURE, what, str(path), str(out), str(devices)], cwd=ROOT,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -181,4 +181,4 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_peak_memory_is_little_more_than_the_parameters(large: dict[str, Path], kind: str, devices: int) -> None:
     """Loaded onto one device, or shared by two."""
     found = over("load", large[kind], large["orbax"], devices)
-    assert found < MOST, f"{found / 2**20:.0f} MiB beside the parameters"
+    assert found < MOST, f"{found / 2**20:.0f} MiB besides the parameters"

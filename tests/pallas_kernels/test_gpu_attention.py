@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.models.config import ModelConfig, uniform_layers
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.metadata import make_metadata
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import paged_attention, reference, xla_paged_attention
@@ -38,6 +38,7 @@ from tests.pallas_kernels.test_paged_attention import (
     make_batch,
     mixed,
 )
+from tests.support.model_configs import uniform_layers, with_attention, with_windows
 
 # A GPU of 4 multiprocessors: grids are small, and contexts are split into several chunks all the same.
 TARGET = GpuTarget((9, 0), 4, interpret=True)
@@ -47,7 +48,7 @@ QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
 
 @dataclass(frozen=True)
 class Variant(paged.Variant):
-    """What a kernel is traced for, beside the shape of the step."""
+    """What a kernel is traced for, besides the shape of the step."""
 
     dtype: Any = jnp.float32  # of queries
     page_dtype: Any = jnp.float32
@@ -323,7 +324,7 @@ def test_the_work_list_of_a_prompt_of_a_million_tokens() -> None:
 
 CONFIG = ModelConfig("test", model_dim=32, vocab_size=64, max_model_len=128,
                      layers=uniform_layers(2, heads=6, kv_heads=2, head_dim=16, mlp_dim=48))
-SPECIAL = CONFIG.with_attention(softcap=5.0, sinks=True, scale=0.3).with_windows((24, None))
+SPECIAL = with_windows(with_attention(CONFIG, softcap=5.0, sinks=True, scale=0.3), (24, None))
 
 
 def model_logits(config: ModelConfig, page_dtype: Any = jnp.float32, **path: Any) -> np.ndarray:
@@ -359,7 +360,7 @@ def model_logits(config: ModelConfig, page_dtype: Any = jnp.float32, **path: Any
 
 @pytest.mark.parametrize(("config", "page_dtype"), [
     (SPECIAL, jnp.int8),
-    *slow((CONFIG, jnp.float32), (SPECIAL, jnp.float32), (CONFIG.with_attention(alibi=True, rope=None), jnp.float32),
+    *slow((CONFIG, jnp.float32), (SPECIAL, jnp.float32), (with_attention(CONFIG, alibi=True, rope=None), jnp.float32),
           (CONFIG, jnp.int8), (CONFIG, jnp.float8_e4m3fn)),
 ])
 def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_dtype: Any) -> None:

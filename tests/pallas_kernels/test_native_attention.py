@@ -34,6 +34,7 @@ from tests.pallas_kernels.test_paged_attention import (
     mixed,
     variants,
 )
+from tests.support.model_configs import with_attention
 
 CHUNK = 32  # tokens of context between two updates of the kernel's softmax
 
@@ -203,7 +204,7 @@ def test_variants(variant: Variant) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 48, 63, 64, 65, 200])
 def test_windows_at_every_border(window: int) -> None:
-    """Of pages and chunks: decode rows and chunks of a prompt, before, at and behind them."""
+    """Of pages and chunks: decode rows and chunks of a prompt, before, at and after them."""
     for context in (1, 16, 31, 32, 33, 63, 64, 65, 80, 96):
         new = min(context, 20)
         check(Shape(tokens=32), [Chunk(context, new), Chunk(context)], variant=Variant(window=window))
@@ -272,7 +273,7 @@ def test_random_batches(data: st.DataObject, seed: int, share: bool) -> None:
     check(shape, chunks, seed, share=share)
 
 
-@pytest.mark.parametrize("config", [SPECIAL, CONFIG.with_attention(alibi=True, rope=None)], ids=["special", "alibi"])
+@pytest.mark.parametrize("config", [SPECIAL, with_attention(CONFIG, alibi=True, rope=None)], ids=["special", "alibi"])
 def test_a_model_gives_the_same_logits_as_on_xla(config: ModelConfig) -> None:
     by_xla = model_logits(config)
     np.testing.assert_allclose(model_logits(config, native=True), by_xla, atol=2e-5)

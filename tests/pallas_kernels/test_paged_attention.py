@@ -98,7 +98,7 @@ def make_batch(shape: Shape, chunks: Sequence[Chunk], rng: np.random.Generator, 
 
 @dataclass(frozen=True)
 class Variant:
-    """What attention is asked for beside the causal one."""
+    """Variants of attention besides the causal one."""
 
     window: int | None = None
     softcap: float | None = None

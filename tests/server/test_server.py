@@ -14,8 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.core.config import DEFAULT_MODEL
-from jaxpaged.loading.hub import resolve_model
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
 from tests.support.live_server import LiveServer
 
 CONTEXT = 8192
@@ -33,17 +32,6 @@ def server(smollm2_server: LiveServer) -> LiveServer:
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     with server.client() as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(resolve_model(DEFAULT_MODEL))
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ BAD_ID = 200  # its embedding is not a number; greedy texts lack it
 WEIGHTS = random_weights()
 WEIGHTS["lm_head.weight"][BAD_ID] = 0
 REFERENCE = Reference(CONFIG, WEIGHTS)
-MORE_ENDS = [EOS - 1, EOS - 2]  # beside the one of config.json and the tokenizer
+MORE_ENDS = [EOS - 1, EOS - 2]  # besides the one of config.json and the tokenizer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from jaxpaged.core.config import DEFAULT_MODEL
 from jaxpaged.loading.hub import resolve_model
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
 from tests.server.test_server import post, read_events, refused
 from tests.support.live_server import LiveServer
 
@@ -25,17 +24,6 @@ def server(smollm2_server: LiveServer) -> LiveServer:
     return smollm2_server
 
 
-@pytest.fixture(scope="module")
-def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(resolve_model(DEFAULT_MODEL))
-
-
 def stream(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, response.read()
@@ -43,7 +31,7 @@ def stream(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def streamed_logprobs(events: list[dict[str, Any]], index: int = 0) -> dict[str, list[Any]]:
-    """The lists of one choice's chunks, one behind the other."""
+    """The lists of one choice's chunks, one after the other."""
     joined: dict[str, list[Any]] = {}
     for event in events:
         for choice in event["choices"]:

@@ -193,7 +193,7 @@ def test_special_token_text_is_ordinary_in_chats_alone(served: Served) -> None:
 
 
 def between_special_tokens(hf: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Ids of a text behind a special token, with nothing special in it."""
+    """Ids of a text after a special token, with nothing special in it."""
     backend = copy.deepcopy(hf.backend_tokenizer)
     backend.encode_special_tokens = True
     if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):

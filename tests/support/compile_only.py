@@ -1,4 +1,4 @@
-"""Kernels and programs compiled for GPUs that are not there."""
+"""Kernels and programs compiled for absent GPUs."""
 
 from typing import Any
 

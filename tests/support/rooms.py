@@ -42,7 +42,7 @@ LONGEST = (
     "bench/test_gpu_check.py",
     "engine/test_slow_prefill.py",
 )
-# Files that run in the process of another one, behind it, because they share a server.
+# Files that run in the process of another one, after it, because they share a server.
 SAME_WORKER = {"server/test_server_parameters.py": "server/test_server.py"}
 
 

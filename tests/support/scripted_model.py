@@ -87,7 +87,7 @@ def _weights(config: dict[str, Any], end: int, chains: list[list[int]]) -> dict[
 
 
 def write_counting_model(folder: Path) -> Path:
-    """A model that counts: behind byte b it writes byte b + 1, behind 255 byte 0, for ever."""
+    """A model that counts: after byte b it writes byte b + 1, after 255 byte 0, forever."""
     write_tiny_model(folder)
     config = json.loads((folder / "config.json").read_text())
     weights = random_weights(config)

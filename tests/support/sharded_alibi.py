@@ -15,8 +15,9 @@ from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Placement, axes_tree, padded, partition_of
 from jaxpaged.execution.step_shape import StepShape
-from jaxpaged.models.config import ModelConfig, uniform_layers
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import find_family
+from tests.support.model_configs import uniform_layers, with_attention
 
 FAMILY = find_family({"architectures": ["LlamaForCausalLM"]})
 CONFIG = ModelConfig("test", model_dim=32, vocab_size=64, max_model_len=64, layers=uniform_layers(
@@ -54,7 +55,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     found = [logits(CONFIG, size).tolist() for size in (1, 4, 8)]
-    print(json.dumps([*found, logits(CONFIG.with_attention(alibi=False), 1).tolist()]))
+    print(json.dumps([*found, logits(with_attention(CONFIG, alibi=False), 1).tolist()]))
 
 
 if __name__ == "__main__":

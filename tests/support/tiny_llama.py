@@ -74,7 +74,7 @@ class Reference:
         x = self._weight("model.embed_tokens")[list(tokens)]
         angle = np.arange(count)[:, None] * config["rope_theta"] ** (-np.arange(0, size, 2) / size)
         turn = np.exp(1j * angle)[:, None]
-        behind = np.arange(count)[:, None] - np.arange(count)
+        distance = np.arange(count)[:, None] - np.arange(count)
         for layer in range(config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
             y = self._norm(x, name + "input_layernorm")
@@ -82,7 +82,7 @@ class Reference:
             q, k = _rotate(q, turn), _rotate(k, turn)
             k, v = (np.repeat(self.stored(part), heads // kv_heads, axis=1) for part in (k, v))
             window = self.windows[layer] if self.windows else None
-            seen = (behind >= 0) & (behind < (window or count))
+            seen = (distance >= 0) & (distance < (window or count))
             scores = np.where(seen, np.einsum("qnh,knh->nqk", q, k) * size**-0.5, -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
