@@ -29,8 +29,8 @@ from bench.peers import ENGINES, Run, export_weights
 # Rows of transformers' static batches, where not 16: what serves each workload best on a small CPU.
 BATCHES = {"W3": 4, "W4": 1, "W5": 8}
 REFERENCE = "transformers"
-# Share of the cores that other work, the host's included, may take before a run says nothing: libraries whose threads
-# wait actively, transformers' among them, lose far more than that share.
+# Share of the cores that other work, the host's included, may take before a run is void: libraries whose threads wait
+# actively, transformers' among them, lose far more than that share.
 QUIET = 0.1
 
 
@@ -43,7 +43,7 @@ def installed(engine: str, python: str) -> bool:
 
 
 def same_as_reference(weights: Path, workload: Workload, runs: dict[str, Run]) -> dict[str, list[str]]:
-    """For each engine, how its requests differ from the reference by the rule of sameness; empty is all the same."""
+    """For each engine, how its requests differ from the reference by the rule of sameness; empty if none does."""
     from tests.support.reference_model import ReferenceModel
     from tests.support.sameness import compare_ids
 

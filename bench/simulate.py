@@ -6,7 +6,7 @@ For capacity planning and for work on the scheduler.
     python bench/simulate.py --traffic 30 --slo 0.1        # GPUs for 30 requests/s with P99 within 0.1 s per token
     python bench/simulate.py --long-prompt 32768           # the effect of one long prompt on the others
 
-The scheduler, the block pool and the policies are the engine's; only the time of a step is modelled, as base + tokens x
+The scheduler, the block pool and the policies are the engine's; only the time of a step is modeled, as base + tokens x
 a + context x b. The default coefficients are arithmetic, not measurements: a model of 13 billion parameters in 16 bits
 on a device with 1.5 TB/s, 312 TFLOP/s and 12 GiB for KV, at 85 and 70 % of these rates, as in the setting of Kwon et
 al. (SOSP 2023). `--measure` fits them to the engine on this machine, which gets the remaining flags.

@@ -1,4 +1,4 @@
-"""The real scheduler, block pool and policies on a modelled device."""
+"""The real scheduler, block pool and policies on a modeled device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

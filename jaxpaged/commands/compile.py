@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpaged.commands.plan import add_device_flag, compiling_for, device_named
+from jaxpaged.commands.plan import add_device_flag, compiling_for, device_named, print_line
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, JaxpagedError
 from jaxpaged.core.flags import add_flags, merge_model, new_parser, parse_flags
@@ -127,14 +127,14 @@ def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int
     if out is not None and out.exists() and not (out / "store.json").exists() and any(out.iterdir()):
         raise ConfigError(f"{out} contains other files; choose another directory with --out")
     hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
-    device = device_named(device_name, config, _say)
+    device = device_named(device_name, config, print_line)
     if not device.devices:
         raise ConfigError(f"no compiler for {device_name} is installed")
     model = model_of(config, hf, device.platform)
     with compiling_for(device_name):
-        layout = layout_of(config, model, device, _say)
+        layout = layout_of(config, model, device, print_line)
     print("\n".join(layout.memory.lines(device.kind, (layout.max_model_len,))))
-    programs = programs_of(config, layout, layout.definition, device, _say)
+    programs = programs_of(config, layout, layout.definition, device, print_line)
     small = [] if device.platform == "cpu" or not kernels else _small(config, layout, model, device)
     compiled = compile_programs(programs, programs.names(), jobs, small)
     print("\n".join(table(compiled)))
@@ -150,7 +150,7 @@ def _small(
     from jaxpaged.engine.startup import programs_of
 
     return [programs_of(config, layout, model.define(model.config.with_layers(layers), layout.partition), device,
-                        _say) for layers in (1, 2)]
+                        print_line) for layers in (1, 2)]
 
 
 def table(compiled: dict["ProgramName", CompiledProgram]) -> list[str]:
@@ -171,7 +171,3 @@ def table(compiled: dict["ProgramName", CompiledProgram]) -> list[str]:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -102,12 +102,12 @@ def _plan(
     from jaxpaged.loading.hub import resolve_config
 
     hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
-    device = device_named(device_name, config, _say, compiling=compiling)
+    device = device_named(device_name, config, print_line, compiling=compiling)
     compiling = compiling and temporaries_matter(config, device)
     if compiling:
-        _say("compiling the largest step ...")
+        print_line("compiling the largest step ...")
     with compiling_for(device_name):
-        layout = layout_of(config, model_of(config, hf, device.platform), device, _say, compiling=compiling)
+        layout = layout_of(config, model_of(config, hf, device.platform), device, print_line, compiling=compiling)
     memory = layout.memory
     lengths = sorted(set(lengths or lengths_of_interest(layout.max_model_len)))
     text = memory.lines(device.kind, tuple(lengths))
@@ -130,5 +130,6 @@ def _plan(
     }
 
 
-def _say(line: str) -> None:
+def print_line(line: str) -> None:
+    """Report progress on stderr; stdout is for the result."""
     print(line, file=sys.stderr, flush=True)

@@ -44,7 +44,7 @@ def sample_full(
     ids = sample(processed, state, position, shards)
     failed = ids == FAILED_TOKEN
     # A row whose logits were finite before bans were applied is at a dead end, not broken.
-    sound = lax.cond(jnp.any(failed), lambda: _sound(logits, shards), lambda: failed)
+    sound = lax.cond(jnp.any(failed), lambda: _is_distribution(logits, shards), lambda: failed)
     ids = jnp.where(failed & sound, NO_TOKEN_LEFT, ids)
 
     def report() -> jax.Array:
@@ -81,12 +81,12 @@ def sample_full_in_kernels(
         reported = jnp.where(processed >= lowest[:, None], scaled, -jnp.inf)
     else:
         ids, last_id = sample_in_kernel(processed, parameters, slot, position, last_id, target=target)
-    ids = jnp.where((ids == FAILED_TOKEN) & _sound(logits, ONE_SHARD), NO_TOKEN_LEFT, ids)
+    ids = jnp.where((ids == FAILED_TOKEN) & _is_distribution(logits, ONE_SHARD), NO_TOKEN_LEFT, ids)
     packed = packed_logprobs(reported, ids, num_top, best=partial(top_tokens, wanted=wanted, target=target))
     return ids, note_tokens(processors, slot, active, ids), last_id, jnp.where(wanted[:, None], packed, 0)
 
 
-def _sound(logits: jax.Array, shards: VocabShards) -> jax.Array:
+def _is_distribution(logits: jax.Array, shards: VocabShards) -> jax.Array:
     """[B] whether a row is a distribution: some logit is finite, and none is NaN or plus infinity."""
     finite = jnp.any(jnp.isfinite(logits), axis=-1)
     broken = jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)

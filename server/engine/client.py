@@ -213,7 +213,7 @@ class EngineClient:
                     self._loop.call_soon_threadsafe(self._on_message, message)
         except (EOFError, OSError):
             if not self._closing:
-                self._loop.call_soon_threadsafe(self._on_end, self._process.how_it_ended())
+                self._loop.call_soon_threadsafe(self._on_end, self._process.exit_reason())
         except RuntimeError:  # the loop is closed: the server has ended
             return
 

@@ -47,7 +47,7 @@ class EngineProcess:
         """Process id of the child."""
         return self._process.pid
 
-    def how_it_ended(self, wait_seconds: float = 1.0) -> str:
+    def exit_reason(self, wait_seconds: float = 1.0) -> str:
         """Describe the end of the child, after the pipe has reported it."""
         try:
             code = self._process.wait(wait_seconds)

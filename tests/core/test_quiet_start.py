@@ -1,4 +1,4 @@
-"""What a start on a CPU prints where JAX's CUDA plugin is installed: nothing of its own, and all that others say."""
+"""A start on a CPU where JAX's CUDA plugin is installed: it prints none of the plugin's notices, and all else."""
 
 import os
 import subprocess

@@ -253,7 +253,7 @@ BAD_ID = 200
 
 @pytest.fixture(scope="module", params=["auto", "xla"])
 def poisoned(model_path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """On either path, a model in memory whose embedding of one id is not a number, with few blocks."""
+    """A model in memory with a NaN embedding of one id, and few blocks; on either path."""
     family = find_family(CONFIG)
     config = family.config_from_hf(CONFIG)
     module = nnx.eval_shape(lambda: family.build(config, jnp.float32))

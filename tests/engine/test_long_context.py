@@ -127,7 +127,7 @@ DEVICE = Device(StepTime(0.02, 1.2e-4, 6e-7), kv_tokens=200_000, context=2**16)
 @pytest.mark.parametrize("budget", [512, 2048, 8192])
 @pytest.mark.parametrize("rate", [1.0, 2.5])
 def test_short_requests_are_hardly_slower_beside_a_prompt_of_thirty_two_thousand(budget: int, rate: float) -> None:
-    """On a modelled device; steps full of the long prompt would make those that come meanwhile wait 4 s of it."""
+    """On a modeled device; steps full of the long prompt would make those that come meanwhile wait 4 s of it."""
     device = replace(DEVICE, max_num_batched_tokens=budget)
     short = poisson_traffic(DATASETS["sharegpt"], rate, 200, seed=0, context=2048)
     long = Arrival(short[70].time, 2**15, 64, None, 0)

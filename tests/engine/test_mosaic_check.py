@@ -57,7 +57,7 @@ def test_the_choice_by_device() -> None:
 
 
 def test_the_choice_by_model() -> None:
-    """Only where some step would use it is it tried at all."""
+    """It is tried only if some step would use it."""
     target = GpuTarget.of(device("h200").devices[0], "auto")
     assert uses_mosaic(target, MODEL, BFLOAT16, BFLOAT16)
     assert uses_mosaic(target, with_windows(with_attention(MODEL, softcap=3.0), (100, None)), BFLOAT16, BFLOAT16)

@@ -1,4 +1,4 @@
-"""A stream whose first token takes longer than every wait that the server and the client know."""
+"""A stream whose first token takes longer than all timeouts of the server and the client."""
 
 import json
 import signal

@@ -228,7 +228,7 @@ def test_every_size_is_shared_out_or_refused(group: int, kv_heads: int, size: in
 
 @pytest.fixture(scope="module")
 def odd_sizes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Models whose sizes divide by little, and what they give on six and on four devices; the second saved by Orbax."""
+    """Models whose sizes have few divisors, and their results on 6 and on 4 devices; the second is saved by Orbax."""
     folder, found, cases = tmp_path_factory.mktemp("odd"), [], []
     for size, heads, kv_heads in ((6, 6, 2), (4, 4, 1)):
         config = CONFIG | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8,

@@ -100,7 +100,7 @@ with LLM(**flags) as llm:
 
 
 def test_the_python_api(model: Path) -> None:
-    """A script that knows nothing of devices."""
+    """A script without a setting for devices."""
     prompts = [np.random.default_rng(seed).integers(0, EOS, 30).tolist() for seed in range(3)]
     done = subprocess.run([sys.executable, "-c", _SCRIPT], input=json.dumps([prompts, {"model": str(model), **FLAGS}]),
                           cwd=ROOT, capture_output=True, text=True, timeout=200)

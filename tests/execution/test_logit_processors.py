@@ -121,7 +121,7 @@ def test_a_mask_of_the_step_counts_in_every_row() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 7.0])
-def test_transformers_penalises_repetition_alike(penalty: float) -> None:
+def test_transformers_penalizes_repetition_alike(penalty: float) -> None:
     torch = pytest.importorskip("torch", reason="transformers' processors need torch")
     from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -224,7 +224,7 @@ def test_min_tokens_holds_back_every_kind_of_end(llm: LLM) -> None:
 
 
 def test_where_everything_is_forbidden_the_text_ends(llm: LLM) -> None:
-    """It is no failure of the model, and none of the server."""
+    """It is an error of neither the model nor the server."""
     params = greedy(allowed_token_ids=[5], bad_words=[llm.get_tokenizer().decode([5]) * 2])
     [cut, other] = run(llm, [([1], params), REQUESTS[0]])
     assert (cut.token_ids, cut.finish_reason) == ((5,), "stop")

@@ -240,7 +240,7 @@ def test_a_stop_token_shows_on_request() -> None:
     ("a*b", {"skip_special_tokens": False, "include_stop_str_in_output": True}, "a<|end|>", 2),
 ])
 def test_a_stop_string_that_is_a_special_tokens_text(ids: str, params: dict[str, Any], text: str, count: int) -> None:
-    """`*` is the token; hidden, it ends the text all the same and takes nothing of it along."""
+    """`*` is the token; if it is hidden, it still ends the text and removes nothing from it."""
     run = Run(**{"stop": "<|end|>", "output_kind": RequestOutputKind.DELTA, **params})
     run.feed_each([END if char == "*" else char_ids(char)[0] for char in ids + "xyz"])
     assert "".join(run.deltas) == text

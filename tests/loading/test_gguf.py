@@ -253,7 +253,7 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
 def test_flipped_bytes_never_do_worse_than_an_error(
     data: st.DataObject, tiny_file: tuple[bytes, int], tmp_path: Path,
 ) -> None:
-    """Whatever is in the header: a CheckpointError, or a checkpoint all of whose tensors can be read."""
+    """Whatever is in the header: either a CheckpointError, or a checkpoint with only readable tensors."""
     damaged, header = bytearray(tiny_file[0]), tiny_file[1]
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, header - 1))

@@ -60,7 +60,7 @@ def test_a_dtype_can_be_chosen_and_changed_on_the_way_back(source: Path, tmp_pat
 
 @pytest.mark.slow
 def test_the_embedded_model_with_its_tokenizer(smollm2_path: Path, tmp_path: Path) -> None:
-    """From GGUF, whose tokenizer becomes files."""
+    """From GGUF: the tokenizer in it is saved as files."""
     out = tmp_path / "converted"
     assert main([str(smollm2_path), str(out), "--dtype", "float32"]) == 0
     ours, theirs = load_tokenizer(out), load_tokenizer(smollm2_path)
@@ -121,7 +121,7 @@ def test_nothing_else_imports_orbax() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-# Runs in a fresh process, whose peak memory is that of one thing alone.
+# Runs in a fresh process, so that its peak memory is that of one operation.
 _MEASURE = """
 import sys
 from pathlib import Path
@@ -161,7 +161,7 @@ LARGE: dict[str, Any] = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096
 TENSOR = 4 * 1024 * 4096
 PARAMETERS = 2 * (4 * 1024 * 1024 * 4 + 3 * TENSOR) + 257 * 1024 * 4
 # One tensor, and the programs and file buffers, whatever the tensors' size.
-MOST = TENSOR + 32 * 2**20
+MAX_BYTES = TENSOR + 32 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     weights = random_weights(LARGE)
     found = {"safetensors": write_model(folder / "model", LARGE), "orbax": folder / "out",
              "gguf": write_gguf(folder / "model.gguf", LARGE, weights, Kind.Q8_0)}
-    assert over("convert", found["safetensors"], found["orbax"]) < MOST
+    assert over("convert", found["safetensors"], found["orbax"]) < MAX_BYTES
     return found
 
 
@@ -181,4 +181,4 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_peak_memory_is_little_more_than_the_parameters(large: dict[str, Path], kind: str, devices: int) -> None:
     """Loaded onto one device, or shared by two."""
     found = over("load", large[kind], large["orbax"], devices)
-    assert found < MOST, f"{found / 2**20:.0f} MiB besides the parameters"
+    assert found < MAX_BYTES, f"{found / 2**20:.0f} MiB besides the parameters"

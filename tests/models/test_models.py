@@ -170,7 +170,7 @@ def test_logits_of_half_precision_models_are_not_rounded(tmp_path: Path, tied: b
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_sums_of_half_precision_models_do_not_overflow(tmp_path: Path, dtype: Any) -> None:
-    """States whose squares, and scores that, are beyond float16: norms, softmax and logits are in float32."""
+    """Squares of states, and scores, that exceed float16: norms, softmax and logits are in float32."""
     weights = random_weights()
     weights["model.embed_tokens.weight"] *= 1000
     for name in weights:

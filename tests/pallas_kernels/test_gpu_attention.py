@@ -76,7 +76,7 @@ def compiled(shape: Shape, variant: Variant) -> Callable[..., Any]:
 
 
 def stored(batch: Batch, variant: Variant) -> KVPages:
-    """The batch's pools as the variant stores them; the contexts become what comes back out of that."""
+    """The batch's pools as the variant stores them; the contexts become the values read back from them."""
     if not is_scaled(variant.page_dtype):
         for contexts in (batch.keys, batch.values):
             contexts[:] = [np.asarray(jnp.asarray(array, variant.page_dtype), np.float32) for array in contexts]

@@ -110,7 +110,7 @@ def expected_beams(message: EngineRequest, width: int, model: Model) -> list[lis
 
 @dataclass(frozen=True)
 class Cell:
-    """What the device keeps of one token: it and all before it, whose request's they are, and the time of writing."""
+    """The content of one KV slot: the token and all tokens before it, its request, and the time of writing."""
 
     tokens: tuple[int, ...]
     salt: str | None
@@ -750,7 +750,7 @@ class TakesPrefixesWithoutWindow(KVGroup):
 @pytest.mark.parametrize(("fault", "groups"), [
     (SlidesTooFar, 1), (SlidesTooFar, 2), (TakesPrefixesWithoutWindow, 1), (TakesPrefixesWithoutWindow, 2)])
 def test_faults_in_the_use_of_windows_are_caught(fault: type[KVGroup], groups: int) -> None:
-    """Without them the same requests pass; with one, the naive device reads what is not there."""
+    """Without them the same requests pass; with one, the naive device reads slots that were not written."""
     def serve(group: KVGroup) -> None:
         harness = Harness(num_blocks=60, block_size=4, max_num_seqs=2, budget=8, model=plain_token,
                           groups=(KVGroup(), group)[2 - groups:])

@@ -74,7 +74,7 @@ def complete(server: LiveServer, **fields: Any) -> httpx.Response:
 
 
 def gone(server: LiveServer) -> bool:
-    """Whether none of its processes is left."""
+    """Whether all of its processes have ended."""
     return server.process.poll() is not None and not any(
         process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in server.children)
 

@@ -114,7 +114,7 @@ def draw(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def joined(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Choice index -> what a whole answer would say of it."""
+    """Choice index -> its content in a whole answer."""
     found: dict[int, dict[str, Any]] = {}
     for choice in (choice for event in events for choice in event["choices"]):
         whole = found.setdefault(choice["index"], {"text": "", "logprobs": {}, "token_ids": [], "finish_reason": None})

@@ -181,9 +181,9 @@ def test_biases_and_bans_beside_others(server: LiveServer, http: httpx.Client, t
         assert all(ban not in choice["token_ids"] for choice in found["choices"])
     words = post(http, prompt=STORY, max_tokens=24, temperature=0, bad_words=["there", "little girl"])
     assert " there" not in words["choices"][0]["text"] and " little girl" not in words["choices"][0]["text"]
-    penalised = post(http, prompt=STORY, max_tokens=60, temperature=0, frequency_penalty=2, presence_penalty=2,
+    penalized = post(http, prompt=STORY, max_tokens=60, temperature=0, frequency_penalty=2, presence_penalty=2,
                      repetition_penalty=1.5, ignore_eos=True, return_token_ids=True)["choices"][0]["token_ids"]
-    assert len(set(penalised)) > 50
+    assert len(set(penalized)) > 50
     long = post(http, "/v1/chat/completions", messages=QUESTION, temperature=0, min_tokens=40, max_tokens=60)
     assert long["usage"]["completion_tokens"] >= 40
     assert post(http, prompt=STORY, max_tokens=8, temperature=0)["choices"][0]["text"] == plain

@@ -130,7 +130,7 @@ def test_every_field_may_be_null() -> None:
         assert params(kind, **nothing) == params(kind)
 
 
-def test_defaults_and_who_wins() -> None:
+def test_defaults_and_their_precedence() -> None:
     assert params() == SamplingParams(max_tokens=16, output_kind=RequestOutputKind.DELTA)
     assert params(ChatCompletionRequest, None).max_tokens is None
     assert params(ChatCompletionRequest, None, max_tokens=5, max_completion_tokens=7).max_tokens == 7

@@ -52,7 +52,7 @@ def file_of(node_id: str) -> str:
 
 
 def room_of(node_id: str) -> str:
-    """The folder of a test; "." for what looks at the whole tree."""
+    """The folder of a test; "." for tests of the whole tree."""
     return str(PurePosixPath(file_of(node_id)).parent)
 
 

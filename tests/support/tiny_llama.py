@@ -98,7 +98,7 @@ class Reference:
         """None where `ids` are the greedy continuation, by the rule of sameness; else what is wrong.
 
         Args:
-            length: how many there should be, where generation has ended.
+            length: the expected number of them, if generation has ended.
         """
         logits = self.logits([*prompt, *ids])[len(prompt) - 1 : len(prompt) - 1 + (length or len(ids))]
         best = np.sort(logits, axis=-1)

@@ -342,15 +342,15 @@ def test_max_tokens_cuts_the_text(llm: LLM) -> None:
 def test_with_other_parameters(llm: LLM) -> None:
     """Several choices, log probabilities, a least length that the constraint cannot give, and penalties."""
     constraint = StructuredOutputsParams(regex="[ab]{6}")
-    several, short, penalised = generate(llm, [[1, 2]] * 3, [
+    several, short, penalized = generate(llm, [[1, 2]] * 3, [
         SamplingParams(n=3, seed=1, max_tokens=20, logprobs=1, structured_outputs=constraint),
         SamplingParams(temperature=0, max_tokens=20, min_tokens=10, structured_outputs=constraint),
         SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2, structured_outputs=constraint)])
-    for choice in (*several.outputs, *short.outputs, *penalised.outputs):
+    for choice in (*several.outputs, *short.outputs, *penalized.outputs):
         assert re.fullmatch("[ab]{6}", choice.text) and choice.finish_reason == "stop"
     assert len({choice.text for choice in several.outputs}) > 1
     assert all(choice.logprobs is not None and len(choice.logprobs) == 6 for choice in several.outputs)
-    assert set(penalised.outputs[0].text) == {"a", "b"}
+    assert set(penalized.outputs[0].text) == {"a", "b"}
 
 
 def test_choices_share_their_prompt(llm: LLM, few_blocks: LLM) -> None:
