@@ -23,7 +23,7 @@ LONGEST = (
     "engine/test_engine.py",
     "pallas_kernels/test_gpu_attention.py",
     "engine/test_reference_parity.py",
-    "server/test_server_tokenizers.py",
+    "server/routes/test_tokenizers.py",
     "commands/test_plan.py",
     "loading/test_orbax.py",
     "engine/test_host_cost.py",
@@ -32,18 +32,18 @@ LONGEST = (
     "engine/test_llm.py",
     "pallas_kernels/test_paged_attention.py",
     "server/test_server_odd.py",
-    "server/test_server_chat.py",
+    "server/routes/test_chat.py",
     "engine/test_swap.py",
     "commands/test_compile.py",
     "engine/test_tensor_parallel_live.py",
-    "server/test_many_streams.py",
-    "server/test_page.py",
+    "server/engine/test_many_streams.py",
+    "server/routes/test_page.py",
     "engine/test_shared_device.py",
     "bench/test_gpu_check.py",
     "engine/test_slow_prefill.py",
 )
 # Files that run in the process of another one, after it, because they share a server.
-SAME_WORKER = {"server/test_server_parameters.py": "server/test_server.py"}
+SAME_WORKER = {"server/routes/test_parameters.py": "server/test_server.py"}
 
 
 def file_of(node_id: str) -> str:

@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.limits import LIMITS, Limits
+from jaxpaged.core.limits import Limits
 from jaxpaged.core.messages import Grammar
 from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.structured_output_manager import MAX_COMPILED, StructuredOutputManager
-from jaxpaged.server.protocol.body import BodyReader
-from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
-from jaxpaged.server.sandbox.grammar_process import GrammarProcesses
-from jaxpaged.text.structured_outputs import GrammarCompiler, grammar_text
+from jaxpaged.text.structured_outputs import GrammarCompiler
 from tests.support.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 from tests.support.tiny_tokenizers import byte_level_metadata, wrap
 
@@ -87,23 +83,6 @@ def test_what_compiles(name: str) -> None:
     GrammarCompiler().grammar(StructuredOutputsParams(**GOOD[name]))
 
 
-def test_a_slow_compilation_is_cut_off() -> None:
-    """A state for each remainder: a schema of a few bytes that the compiler's own limits do not bound."""
-    hostile = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 99_999_989}})
-    good = StructuredOutputsParams(json={"items": {"type": "integer", "multipleOf": 7}})
-    one_letter = StructuredOutputsParams(regex="a")
-    for timeout in (0.05, 60):  # out of time, out of memory
-        processes = GrammarProcesses(timeout=timeout, limits=Limits(max_multiple_of=10**9))
-        with ThreadPoolExecutor(2) as threads:
-            answer = threads.submit(processes.grammar, hostile)
-            assert processes.grammar(good).text == grammar_text(good, LIMITS)
-            with pytest.raises(RequestError, match="simpler") as caught:
-                answer.result()
-        assert caught.value.param == "structured_outputs"
-        assert processes.grammar(one_letter).text == grammar_text(one_letter, LIMITS)
-        processes.close()
-
-
 @pytest.mark.parametrize("fields", [
     {}, {"regex": "a", "json_object": True}, {"json_object": False}, {"json": [1]}, {"json": 3}, {"regex": ""},
     {"regex": 3}, {"grammar": {}}, {"choice": []}, {"choice": "ab"}, {"choice": [""]}, {"choice": [1]},
@@ -116,47 +95,6 @@ def test_none_or_several_of_the_parameters(fields: dict[str, Any]) -> None:
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(("fields", "wanted"), [
-    ({"response_format": {"type": "text"}}, None), ({"structured_outputs": None, "guided_json": None}, None),
-    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
-     {"json": SCHEMA}),
-    ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, {"choice": ["a", "b"]}),
-    ({"guided_json": SCHEMA}, {"json": SCHEMA}), ({"guided_regex": "a+"}, {"regex": "a+"}),
-    ({"guided_choice": ["a"]}, {"choice": ["a"]}), ({"guided_grammar": "start: A"}, {"grammar": "start: A"}),
-    ({"guided_json_object": True}, {"json_object": True}), ({"guided_json_object": False}, None),
-])
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_all_names_of_the_field(kind: Any, fields: dict[str, Any], wanted: dict[str, Any] | None) -> None:
-    body = BodyReader().read_body(kind, json.dumps(fields).encode())
-    expected = None if wanted is None else StructuredOutputsParams(**wanted)
-    assert body.sampling_params(None, {}).structured_outputs == expected
-
-
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"response_format": {"type": "yaml"}}, "response_format"), ({"response_format": {}}, "response_format"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"), ({"response_format": "json"}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format"),
-    ({"structured_outputs": {}}, "structured_outputs"), ({"structured_outputs": "json"}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-    ({"guided_regex": 3}, "guided_regex"), ({"guided_choice": []}, "guided_choice"),
-    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
-    ({"response_format": {"type": "json_object"}, "guided_json": SCHEMA}, "guided_json"),
-])
-def test_fields_that_cannot_work(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        BodyReader().read_body(CompletionRequest, json.dumps(fields).encode()).sampling_params(None, {})
-    assert caught.value.param == param
-
-
-def test_an_old_name_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader()
-    for _ in range(3):
-        reader.read_body(CompletionRequest, b'{"guided_regex": "a"}')
-    [line] = [record.getMessage() for record in caplog.records]
-    assert "structured_outputs" in line
 
 
 # Masks

@@ -1,0 +1,61 @@
+"""Chat templates rendered in processes of their own: cut off where they do not end."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from jaxpaged.core.errors import RequestError
+from jaxpaged.server.sandbox.template_process import TemplateProcesses
+from jaxpaged.text.chat_template import ChatTemplate, TemplateJob
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[TemplateProcesses]:
+    source = ("{% set n = namespace(s='x') %}{% if messages[0].content == 'slow' %}"
+              "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+              "{% elif messages[0].content == 'large' %}{% for a in range(99) %}{% set n.s = n.s * 9 %}{% endfor %}"
+              "{% elif messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}")
+    found = TemplateProcesses(ChatTemplate(source, {}), timeout=1, memory=2**30, count=2)
+    yield found
+    found.close()
+
+
+def ask(processes: TemplateProcesses, content: Any) -> str:
+    return processes.render(TemplateJob([{"role": "user", "content": content}]))
+
+
+def test_what_runs_too_long_or_grows_too_large_is_cut_off(processes: TemplateProcesses) -> None:
+    assert ask(processes, "warm") == "warm"
+    with ThreadPoolExecutor(6) as threads:
+        answers = {content: threads.submit(ask, processes, content)
+                   for content in ("slow", "a", "large", "b", "bad", "c")}
+        for content in ("a", "b", "c"):
+            assert answers[content].result() == content
+        for content, word in (("slow", "within 1 s"), ("large", "chat template"), ("bad", "no")):
+            with pytest.raises(RequestError, match=word) as caught:
+                answers[content].result()
+            assert caught.value.param == "messages"
+    assert ask(processes, "after") == "after"
+
+
+def test_messages_too_deep_to_send(processes: TemplateProcesses) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested"):
+        ask(processes, deep)
+    assert ask(processes, "after") == "after"
+
+
+def test_a_process_that_died_is_replaced(processes: TemplateProcesses) -> None:
+    for child in psutil.Process().children():
+        if "jaxpaged-templates" in child.cmdline():
+            child.kill()
+            child.wait()
+    for _ in range(2):
+        with pytest.raises(RequestError):
+            ask(processes, "a")
+    assert ask(processes, "a") == ask(processes, "a") == "a"
