@@ -51,7 +51,7 @@ PER_LAYER_KERNEL = "paged_attention_combine"  # one in each layer, after everyth
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProgramRow:
     """One program: bytes, launches, and its Pallas kernels as dicts of `gpu_code.Kernel`, with the launch's sizes."""
 
     gpu: str
@@ -74,7 +74,7 @@ class Row:
         return self.gpu, self.model, self.program
 
 
-def compile_rows(gpu_name: str, models: tuple[str, ...], layers: int) -> list[Row]:
+def compile_rows(gpu_name: str, models: tuple[str, ...], layers: int) -> list[ProgramRow]:
     """Compile for one GPU."""
     import jax
 
@@ -124,7 +124,7 @@ def engine_programs(hf: dict[str, Any], device: Any, layers: int, **flags: Any) 
 
 
 def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, model: str, layers: int,
-         suffix: str = "") -> Row:
+         suffix: str = "") -> ProgramRow:
     from bench import gpu_code
     from jaxpaged.execution import aot
 
@@ -141,7 +141,7 @@ def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, mo
         kernels.append(asdict(kernel) | {"name": MOSAIC if kernel.is_mosaic else kernel.name} | {
             "grid": launch.grid, "threads": launch.threads, "shared_bytes": launch.shared_bytes,
             "blocks_per_sm": gpu_code.resident_blocks(kernel, launch, gpu)})
-    return Row(
+    return ProgramRow(
         gpu=gpu.name, model=model, program=f"{program[0]}[{program[1]}]{suffix}", layers=layers,
         pool_bytes=sum(pools), largest_pool=max(pools),
         alias_bytes=facts.alias_bytes, temporary_bytes=facts.temporary_bytes,
@@ -151,7 +151,7 @@ def _row(programs: Any, program: tuple[str, int], pools: list[int], gpu: Any, mo
         kernels=tuple(kernels))
 
 
-def compile_in_children(gpus: tuple[str, ...], models: tuple[str, ...], layers: int) -> tuple[str, list[Row]]:
+def compile_in_children(gpus: tuple[str, ...], models: tuple[str, ...], layers: int) -> tuple[str, list[ProgramRow]]:
     """One process per GPU, all at once: a compiler that aborts ends only its own process.
 
     Returns:
@@ -171,7 +171,7 @@ def compile_in_children(gpus: tuple[str, ...], models: tuple[str, ...], layers: 
                 raise RuntimeError(f"{file.stem}: exit code {child.returncode}\n{errors[-4000:]}")
             content = json.loads(file.read_text())
             version = content["jax"]
-            rows += [Row(**row) for row in content["rows"]]
+            rows += [ProgramRow(**row) for row in content["rows"]]
         return version, rows
 
 
@@ -186,7 +186,7 @@ def compile_sharded_in_child(layers: int) -> list[ShardedRow]:
         return [ShardedRow(**row) for row in json.loads(file.read_text())["rows"]]
 
 
-def table_lines(rows: list[Row]) -> list[str]:
+def table_lines(rows: list[ProgramRow]) -> list[str]:
     """The table of programs and the table of kernels, in Markdown."""
     programs = [{
         "GPU": row.gpu, "model": row.model, "program": row.program,
@@ -213,7 +213,7 @@ def _markdown(rows: list[dict[str, Any]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def document(version: str, rows: list[Row], sharded: Sequence[ShardedRow] = ()) -> str:
+def document(version: str, rows: list[ProgramRow], sharded: Sequence[ShardedRow] = ()) -> str:
     """bench/results/aot.md."""
     layers = " and ".join(str(count) for count in sorted({row.layers for row in rows}))
     return "\n".join([

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.common import Workload, machine_cpu_s, print_table, read_workload, write_json
-from bench.peers import ENGINES, Run, export_weights
+from bench.peers import ENGINES, PeerRun, export_weights
 
 # Rows of transformers' static batches, where not 16: what serves each workload best on a small CPU.
 BATCHES = {"W3": 4, "W4": 1, "W5": 8}
@@ -42,7 +42,7 @@ def installed(engine: str, python: str) -> bool:
     return subprocess.run([python, "-c", probe], cwd=Path(__file__).parents[1]).returncode == 0
 
 
-def same_as_reference(weights: Path, workload: Workload, runs: dict[str, Run]) -> dict[str, list[str]]:
+def same_as_reference(weights: Path, workload: Workload, runs: dict[str, PeerRun]) -> dict[str, list[str]]:
     """For each engine, how its requests differ from the reference by the rule of sameness; empty if none does."""
     from tests.support.reference_model import ReferenceModel
     from tests.support.sameness import compare_ids
@@ -93,7 +93,7 @@ def main() -> None:
         for path in args.workload:
             workload = read_workload(path, args.num_prompts)
             batch = args.batch or BATCHES.get(workload.name, 16)
-            runs: dict[str, list[Run]] = {engine: [] for engine in engines}
+            runs: dict[str, list[PeerRun]] = {engine: [] for engine in engines}
             disturbed = 0.0
             for _ in range(args.repeat):
                 for engine in engines:
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def run_once(engine: str, python: str, workload: Path, limit: int | None, model: Path, weights: Path, batch: int,
-             engine_flags: list[str], folder: Path) -> tuple[Run, float]:
+             engine_flags: list[str], folder: Path) -> tuple[PeerRun, float]:
     """One engine in a process of its own, so that its memory is given back; and the share of the cores others took."""
     out = folder / "run.json"
     command = [python, str(Path(__file__).with_name("peers.py")), engine, "--model", str(model), "--weights",
@@ -129,7 +129,7 @@ def run_once(engine: str, python: str, workload: Path, limit: int | None, model:
     others = max(0.0, (machine_cpu_s() - machine) - (children_cpu_s() - own)) / cores
     if done.returncode:
         sys.exit(f"{engine} failed:\n{done.stdout[-4000:]}")
-    run = Run(**json.loads(out.read_text()))
+    run = PeerRun(**json.loads(out.read_text()))
     print(f"{workload.stem} {engine}: {run.elapsed_s:.2f} s, other work on {others:.0%} of the cores", file=sys.stderr,
           flush=True)
     return run, others
@@ -141,7 +141,7 @@ def children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def show(workload: Workload, batch: int, runs: dict[str, list[Run]], differences: dict[str, list[str]]) -> None:
+def show(workload: Workload, batch: int, runs: dict[str, list[PeerRun]], differences: dict[str, list[str]]) -> None:
     """One row per engine; the ratio is the median over turns of the reference's time over the engine's."""
     rows = []
     for engine, list_of_runs in runs.items():

@@ -36,7 +36,7 @@ Ids = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PeerRun:
     """One engine over one workload; `ids` in the order of the requests."""
 
     load_s: float
@@ -193,7 +193,7 @@ ENGINES: dict[str, tuple[Any, str]] = {
 }
 
 
-def measure(engine: str, workload: Workload, setting: Setting) -> Run:
+def measure(engine: str, workload: Workload, setting: Setting) -> PeerRun:
     """Load, warm up, run once."""
     if engine == "openvino":
         _export_to_openvino(setting.weights)
@@ -207,7 +207,7 @@ def measure(engine: str, workload: Workload, setting: Setting) -> Run:
         peak = peak_memory_bytes()
     for job, row in zip(workload.jobs, ids, strict=True):
         assert len(row) == job.output_len, f"{engine} gave {len(row)} tokens where {job.output_len} were asked for"
-    return Run(load, elapsed, peak, ids)
+    return PeerRun(load, elapsed, peak, ids)
 
 
 def export_weights(model: Path, folder: Path) -> None:

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ HINT_ERROR = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class PolicyCurve:
     """One curve: a policy, and how well senders know the lengths of their answers."""
 
     label: str
@@ -56,12 +56,12 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("maximum length reserved, fcfs", "reserve"),
-    Variant("power of two reserved, fcfs", "reserve-pow2", 0.0),
-    Variant("fcfs", "fcfs"),
-    Variant("priority", "priority"),
-    Variant("predicted, no hints", "predicted"),
-    Variant("predicted, hints off by 2x", "predicted", HINT_ERROR),
+    PolicyCurve("maximum length reserved, fcfs", "reserve"),
+    PolicyCurve("power of two reserved, fcfs", "reserve-pow2", 0.0),
+    PolicyCurve("fcfs", "fcfs"),
+    PolicyCurve("priority", "priority"),
+    PolicyCurve("predicted, no hints", "predicted"),
+    PolicyCurve("predicted, hints off by 2x", "predicted", HINT_ERROR),
 )
 
 
@@ -82,7 +82,7 @@ class Point:
     preemptions: int
 
 
-def run_point(dataset: str, variant: Variant, rate: float, device: Device, requests: int, seed: int) -> Point:
+def run_point(dataset: str, variant: PolicyCurve, rate: float, device: Device, requests: int, seed: int) -> Point:
     """Simulate one rate."""
     traffic = poisson_traffic(DATASETS[dataset], rate, requests, seed=seed, context=device.context,
                               hint_error=variant.hint_error)
@@ -92,7 +92,7 @@ def run_point(dataset: str, variant: Variant, rate: float, device: Device, reque
                  run.first_token()["p99"], run.mean_running, run.mean_filled, run.preemptions)
 
 
-def run_curve(dataset: str, variant: Variant, rates: Sequence[float], device: Device, requests: int,
+def run_curve(dataset: str, variant: PolicyCurve, rates: Sequence[float], device: Device, requests: int,
               seed: int) -> list[Point]:
     """Simulate rising rates until latency is hopeless."""
     points: list[Point] = []
@@ -103,7 +103,7 @@ def run_curve(dataset: str, variant: Variant, rates: Sequence[float], device: De
     return points
 
 
-def engines_needed(dataset: str, variant: Variant, rate: float, slo: float, device: Device, requests: int,
+def engines_needed(dataset: str, variant: PolicyCurve, rate: float, slo: float, device: Device, requests: int,
                    seed: int) -> tuple[int | None, dict[int, Point]]:
     """The minimum number of engines that share the traffic with P99 of the latency within `slo` seconds per token.
 
@@ -211,16 +211,19 @@ def _sweep(args: argparse.Namespace, device: Device) -> None:
         f"simulated in {time.perf_counter() - began:.0f} s",
         ["traffic", "policy", "requests/s", "mean s/token", "P99 s/token", "important mean / P99", "first token P99, s",
          "running", "KV filled", "preemptions"], _rows(points))
-    write_json(args.json, [{name: getattr(point, name) for name in Point.__dataclass_fields__} for point in points])
+    write_json(args.json, [asdict(point) for point in points])
     if args.plot:
         plot(points, args.plot)
 
 
 def _capacity(args: argparse.Namespace, device: Device) -> None:
     dataset = args.dataset or "sharegpt"
+    found: list[dict[str, object]] = []
     for policy in args.policy or ["fcfs"]:
-        variant = Variant(policy, policy, args.hint_error)
+        variant = PolicyCurve(policy, policy, args.hint_error)
         engines, tried = engines_needed(dataset, variant, args.traffic, args.slo, device, args.requests, args.seed)
+        found.append({"policy": policy, "engines": engines,
+                      "tried": {count: asdict(point) for count, point in sorted(tried.items())}})
         print_table(
             f"{args.traffic:g} requests/s like {dataset}, P99 within {args.slo:g} s per token, policy {policy}",
             ["engines", "GPUs", "requests/s each", "mean s/token", "P99 s/token", "first token P99, s", "running",
@@ -233,6 +236,7 @@ def _capacity(args: argparse.Namespace, device: Device) -> None:
                   f"{min(point.p99 for point in tried.values()):.3f} s per token")
         else:
             print(f"\n{engines * args.gpus_per_engine} GPUs ({engines} engines of {args.gpus_per_engine})")
+    write_json(args.json, found)
 
 
 def _mixed(args: argparse.Namespace, device: Device) -> None:
@@ -240,7 +244,7 @@ def _mixed(args: argparse.Namespace, device: Device) -> None:
     dataset, length = args.dataset or "sharegpt", args.long_prompt
     roomy = replace(device, kv_tokens=4 * device.kv_tokens + length, context=max(device.context, length + 64))
     alone = simulate([Arrival(0.0, length, 64, None, 0)], roomy).outcomes[0]
-    rows: list[list[object]] = []
+    rows: list[dict[str, Any]] = []
     for rate in args.rates or RATES[dataset][1:5]:
         short = poisson_traffic(DATASETS[dataset], rate, args.requests, seed=args.seed, context=device.context)
         long = Arrival(short[args.requests // 3].time, length, 64, None, 0)
@@ -250,14 +254,20 @@ def _mixed(args: argparse.Namespace, device: Device) -> None:
             others = [item for item in run.outcomes if item.arrival is not long]
             meanwhile = [item.first_token for item in others
                          if long.time <= item.arrival.time <= long.time + took.first_token]
-            rows.append([f"{rate:g}", name, f"{spread([item.end for item in others])['mean']:.2f}",
-                         f"{spread([item.normalized for item in others])['p99']:.3f}",
-                         f"{spread(meanwhile)['mean']:.2f}", f"{took.first_token:.1f}" if run is both else ""])
+            rows.append({"rate": rate, "long_prompt": name,
+                         "others_mean": spread([item.end for item in others])["mean"],
+                         "others_p99": spread([item.normalized for item in others])["p99"],
+                         "meanwhile_first_token": spread(meanwhile)["mean"],
+                         "own_first_token": took.first_token if run is both else None})
     print_table(
         f"{args.requests:,} requests like {dataset} and one prompt of {length:,} tokens, which alone takes "
         f"{alone.first_token:.1f} s to its first token; steps of {device.max_num_batched_tokens:,} tokens",
         ["requests/s", "the long one", "others: mean s", "others: P99 s/token", "first token of those that come "
-         "meanwhile, mean s", "its own first token, s"], rows)
+         "meanwhile, mean s", "its own first token, s"],
+        [[f"{row['rate']:g}", row["long_prompt"], f"{row['others_mean']:.2f}", f"{row['others_p99']:.3f}",
+          f"{row['meanwhile_first_token']:.2f}", "" if row["own_first_token"] is None else
+          f"{row['own_first_token']:.1f}"] for row in rows])
+    write_json(args.json, rows)
 
 
 def main() -> None:
@@ -298,6 +308,10 @@ def main() -> None:
         parser.error("--requests, --slo and --traffic must be above 0")
     if engine_flags and not args.measure:
         parser.error(f"unknown argument {engine_flags[0]}; flags of the engine need --measure")
+    if args.plot and (args.traffic is not None or args.long_prompt is not None):
+        parser.error("--plot draws the curves of a sweep; leave out --traffic and --long-prompt")
+    if args.traffic is not None and args.long_prompt is not None:
+        parser.error("--traffic and --long-prompt are two questions; ask one at a time")
     if args.measure:
         device = measured_device(engine_arguments(engine_flags, parser.prog), args.context)
     else:

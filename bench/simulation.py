@@ -75,7 +75,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """One simulated run.
 
     Attributes:
@@ -127,7 +127,7 @@ def _power_of_two(message: EngineRequest) -> int:
 RESERVATIONS = {"reserve": _maximum, "reserve-pow2": _power_of_two}
 
 
-def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -> Run:
+def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -> SimulatedRun:
     """Serve the traffic until all of it is done.
 
     Args:
@@ -166,7 +166,8 @@ def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -
         in_flight = step if step.chunks else None
     outcomes = tuple(Outcome(item, (first[index] or 0.0) - item.time, end[index] - item.time)
                      for index, item in enumerate(traffic))
-    return Run(outcomes, steps, scheduler.num_preemptions, now, running / steps, filled / steps / device.kv_tokens)
+    return SimulatedRun(outcomes, steps, scheduler.num_preemptions, now, running / steps,
+                        filled / steps / device.kv_tokens)
 
 
 def _message(index: int, arrival: Arrival, context: int) -> EngineRequest:

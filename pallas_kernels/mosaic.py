@@ -107,8 +107,8 @@ def launch(
 ) -> Any:
     """Run `kernel(*input_refs, *output_refs, *scratch_refs)` once per point of the grid, by one warp group.
 
-    A point's coordinates are `lax.axis_index("x0")`, `"x1"` and so on. With `interpret` races are looked for; see
-    `found_races`.
+    A point's coordinates are `lax.axis_index("x0")`, `"x1"` and so on. With `interpret` it runs on a CPU and
+    JAX looks for races: jax 0.12 raises JaxRuntimeError at the first, older ones only note them.
     """
     mesh = plgpu.Mesh(grid=grid, grid_names=tuple(f"x{axis}" for axis in range(len(grid))), kernel_name=name)
     more: dict[str, Any] = {}
@@ -121,10 +121,3 @@ def launch(
         pl.run_scoped(partial(kernel, *refs), *scratch, collective_axes=())
 
     return pl.kernel(body, mesh=mesh, out_type=out_shape, name=name, **more)(*args)
-
-
-def found_races() -> bool:
-    """Whether the kernel that was interpreted last had a race; jax 0.12 raises JaxRuntimeError at the first instead."""
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    return bool(interpret_pallas_call.get_races().races_found)

@@ -109,7 +109,7 @@ class Front:
             RequestError: its id is in use, or it needs text and there is no tokenizer.
         """
         self._outputs.add_request(request.request_id, request.prompt, request.prompt_token_ids, request.params,
-                                  request.arrival_time, request.max_tokens)
+                                  request.arrival_time)
         self.metrics.start_request(request.request_id, prompt_tokens=len(request.prompt_token_ids),
                                    n=request.params.n, max_tokens=request.max_tokens,
                                    arrival_time=request.arrival_time)

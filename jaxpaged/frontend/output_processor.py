@@ -37,15 +37,10 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """Figures of a finished request, one for all n choices; `finish_reason` is that of the last choice to finish."""
+    """A finished request, for the metrics; `finish_reason` is that of the last choice to finish."""
 
     request_id: str
     finish_reason: FinishReason
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    num_cached_tokens: int
-    n: int
-    max_tokens: int
     metrics: RequestMetrics
 
 
@@ -82,19 +77,13 @@ class OutputProcessor:
         self._requests: dict[str, _RequestState] = {}
         self._sequences: dict[str, tuple[_RequestState, _Choice]] = {}
 
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._requests)
-
     def add_request(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams,
-                    arrival_time: float, max_tokens: int) -> list[str]:
+                    arrival_time: float) -> list[str]:
         """Register a request.
 
         Args:
             prompt: its text, if known.
             arrival_time: seconds of `time.monotonic()`.
-            max_tokens: resolved limit of each choice.
 
         Returns:
             The ids of its sequences, one per choice.
@@ -106,7 +95,7 @@ class OutputProcessor:
             raise RequestError("a request with this request_id is running", param="request_id")
         if self._tokenizer is None and params.stop_strings:
             raise RequestError("stop strings need a tokenizer", param="stop")
-        request = _RequestState(request_id, prompt, tuple(prompt_token_ids), params, arrival_time, max_tokens)
+        request = _RequestState(request_id, prompt, tuple(prompt_token_ids), params, arrival_time)
         tokenizer = self._tokenizer if params.detokenize else None
         ids = sequence_ids(request_id, params.num_sequences)
         engine_params = params.for_engine()
@@ -158,7 +147,7 @@ class OutputProcessor:
             if request.finished:
                 request.finished_time = now
                 self._forget(request)
-                done.finished.append(request.figures())
+                done.finished.append(request.end())
             output = request.output()
             if output is not None:
                 done.outputs.append(output)
@@ -198,7 +187,6 @@ class _RequestState:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     arrival_time: float
-    max_tokens: int
     choices: list["_Choice"] = field(default_factory=list)
     num_cached_tokens: int = 0
     scheduled_time: float | None = None
@@ -258,12 +246,10 @@ class _RequestState:
             best = [replace(output, logprobs=None, text_offsets=()) for output in best]
         return tuple(replace(output, index=index) for index, output in enumerate(best))
 
-    def figures(self) -> FinishedRequest:
-        """The figures of a finished request, for the metrics."""
+    def end(self) -> FinishedRequest:
+        """How and when a finished request has ended."""
         assert self.finish_reason is not None
-        return FinishedRequest(self.request_id, self.finish_reason, len(self.prompt_token_ids),
-                               sum(choice.num_tokens for choice in self.choices), self.num_cached_tokens,
-                               self.params.n, self.max_tokens, self._metrics())
+        return FinishedRequest(self.request_id, self.finish_reason, self._metrics())
 
     def _metrics(self) -> RequestMetrics:
         return RequestMetrics(self.arrival_time, self.scheduled_time, self.first_token_time, self.last_token_time,

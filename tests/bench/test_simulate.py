@@ -1,16 +1,16 @@
 """The simulator against queueing theory and plain arithmetic."""
 
 import dataclasses
-import subprocess
+import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.simulate import Variant, engines_needed, run_point
+from bench.simulate import PolicyCurve, engines_needed, main, run_point
 from bench.simulation import Device, StepTime, fit_step_time, simulate
 from bench.traffic import DATASETS, Arrival, Lengths, poisson_traffic
-from tests.support.live_server import ROOT
 
 DEVICE = Device(StepTime(0.02, 1.2e-4, 6e-7), kv_tokens=15_700)
 
@@ -98,15 +98,30 @@ def test_coefficients_are_never_negative() -> None:
 
 
 def test_the_number_of_engines_is_the_least_that_is_enough() -> None:
-    ask = Variant("fcfs", "fcfs")
+    ask = PolicyCurve("fcfs", "fcfs")
     engines, _ = engines_needed("alpaca", ask, 150.0, 0.05, DEVICE, 300, seed=1)
     enough = [run_point("alpaca", ask, 150.0 / count, DEVICE, 300, 1).p99 <= 0.05 for count in range(1, 12)]
     assert engines == enough.index(True) + 1 and all(enough[engines - 1 :])
     assert engines_needed("alpaca", ask, 2.0, 0.001, DEVICE, 50, seed=1)[0] is None
 
 
-def test_the_command_answers() -> None:
-    done = subprocess.run([sys.executable, "bench/simulate.py", "--traffic", "6", "--slo", "0.05", "--requests", "150",
-                           "--gpus-per-engine", "2"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].endswith("engines of 2)") and "| yes" in done.stdout
+def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["bench/simulate.py", *arguments])
+    main()
+    return capsys.readouterr().out
+
+
+def test_the_command_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+                             ) -> None:
+    out = tmp_path / "out.json"
+    text = ask(capsys, monkeypatch, "--traffic", "6", "--slo", "0.05", "--requests", "150", "--gpus-per-engine", "2",
+               "--json", str(out))
+    [found] = json.loads(out.read_text())
+    assert text.splitlines()[-1] == f"{2 * found['engines']} GPUs ({found['engines']} engines of 2)" and "| yes" in text
+    text = ask(capsys, monkeypatch, "--long-prompt", "8192", "--requests", "60", "--rates", "1", "--json", str(out))
+    without, with_it = json.loads(out.read_text())
+    assert without["own_first_token"] is None and with_it["own_first_token"] > 0
+    assert f"| {with_it['own_first_token']:.1f} " in text
+    with pytest.raises(SystemExit):
+        ask(capsys, monkeypatch, "--long-prompt", "8192", "--plot", "curves.png")
+    assert "--plot" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.simulation import Device, Run, StepTime, simulate
+from bench.simulation import Device, SimulatedRun, StepTime, simulate
 from bench.traffic import DATASETS, Arrival, poisson_traffic
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.messages import EngineRequest, TokenDelta
@@ -143,5 +143,5 @@ def test_short_requests_are_hardly_slower_beside_a_prompt_of_thirty_two_thousand
     assert took.first_token < 4 * alone.first_token, "the long one does not starve either"
 
 
-def mean_end(run: Run) -> float:
+def mean_end(run: SimulatedRun) -> float:
     return statistics.mean(item.end for item in run.outcomes)

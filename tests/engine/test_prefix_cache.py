@@ -26,7 +26,7 @@ def request(name: str, prompt: Sequence[int], max_tokens: int = 8, **more: Any) 
     return EngineRequest(name, tuple(prompt), GREEDY, max_tokens, **more)
 
 
-class Served:
+class ServedRequests:
     """What requests returned, the cached tokens of each prompt, and the number of tokens computed for all of them."""
 
     def __init__(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
@@ -84,7 +84,7 @@ def test_hashes_are_equal_where_all_tokens_so_far_and_the_salts_are(
 def test_a_cached_prompt_generates_the_same_tokens(engine: Engine, length: int) -> None:
     """At and around block borders; its last token is always computed again."""
     prompt = random_prompt(length, length)
-    first, second = (Served(engine, [request("r", prompt)]) for _ in range(2))
+    first, second = (ServedRequests(engine, [request("r", prompt)]) for _ in range(2))
     assert first.cached["r"] == 0 and first.num_computed == length + 7
     assert second.cached["r"] == (length - 1) // BLOCK * BLOCK
     assert second.num_computed == first.num_computed - second.cached["r"]
@@ -95,42 +95,42 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once(engine: 
     """Though it takes several steps to compute it."""
     common = random_prompt(64, 1)
     requests = [request(f"r{number}", common + random_prompt(5, 10 + number)) for number in range(6)]
-    served = Served(engine, requests)
+    served = ServedRequests(engine, requests)
     assert served.cached == {"r0": 0} | {f"r{number}": 64 for number in range(1, 6)}
     assert served.num_computed == 64 + 6 * (5 + 7)
 
 
 def test_generated_tokens_are_shared_as_well(engine: Engine) -> None:
     prompt = random_prompt(20, 2)
-    answer = Served(engine, [request("first", prompt, 30)]).ids["first"]
-    again = Served(engine, [request("next turn", [*prompt, *answer, 1, 2, 3])])
+    answer = ServedRequests(engine, [request("first", prompt, 30)]).ids["first"]
+    again = ServedRequests(engine, [request("next turn", [*prompt, *answer, 1, 2, 3])])
     assert again.cached["next turn"] == (20 + 30 - 1) // BLOCK * BLOCK
 
 
 def test_nothing_is_shared_between_different_salts(engine: Engine) -> None:
     prompt = random_prompt(40, 3)
     for salt in (None, "a", "b"):
-        assert Served(engine, [request("r", prompt, cache_salt=salt)]).cached["r"] == 0
-        assert Served(engine, [request("r", prompt, cache_salt=salt)]).cached["r"] == 32
+        assert ServedRequests(engine, [request("r", prompt, cache_salt=salt)]).cached["r"] == 0
+        assert ServedRequests(engine, [request("r", prompt, cache_salt=salt)]).cached["r"] == 32
     together = [request(str(salt), random_prompt(40, 4), cache_salt=salt) for salt in (None, "a", "b")]
-    assert set(Served(engine, together).cached.values()) == {0}
+    assert set(ServedRequests(engine, together).cached.values()) == {0}
 
 
 def test_a_request_that_does_not_read_the_cache_still_fills_it(engine: Engine) -> None:
     prompt = random_prompt(40, 5)
     for _ in range(2):
-        served = Served(engine, [request("r", prompt, skip_prefix_read=True)])
+        served = ServedRequests(engine, [request("r", prompt, skip_prefix_read=True)])
         assert served.cached["r"] == 0 and served.num_computed == 40 + 7
-    assert Served(engine, [request("r", prompt)]).cached["r"] == 32
+    assert ServedRequests(engine, [request("r", prompt)]).cached["r"] == 32
 
 
 def test_after_a_reset_nothing_is_cached(engine: Engine) -> None:
     prompt = random_prompt(40, 6)
-    Served(engine, [request("r", prompt)])
+    ServedRequests(engine, [request("r", prompt)])
     assert engine.stats().blocks_cached > 0
     engine.reset_prefix_cache()
     assert engine.stats().blocks_cached == 0
-    assert Served(engine, [request("r", prompt)]).cached["r"] == 0
+    assert ServedRequests(engine, [request("r", prompt)]).cached["r"] == 0
 
 
 def test_a_reset_does_not_disturb_running_requests(engine: Engine) -> None:
@@ -146,23 +146,23 @@ def test_a_reset_does_not_disturb_running_requests(engine: Engine) -> None:
             ids.setdefault(delta.request_id, []).extend(delta.token_ids)
         engine.check_integrity()
     assert ids["running"] == ids["waiting"]
-    assert Served(engine, [request("again", prompt)]).ids["again"] == ids["running"][:8]
+    assert ServedRequests(engine, [request("again", prompt)]).ids["again"] == ids["running"][:8]
 
 
 def test_new_weights_share_nothing_with_old_ones(make_engine: MakeEngine) -> None:
     engine = make_engine()
     prompt = random_prompt(40, 8)
-    Served(engine, [request("r", prompt)])
+    ServedRequests(engine, [request("r", prompt)])
     engine.update_weights(jax.tree.map(lambda leaf: leaf, engine.params))
-    assert Served(engine, [request("r", prompt)]).cached["r"] == 0
+    assert ServedRequests(engine, [request("r", prompt)]).cached["r"] == 0
 
 
 def test_a_pool_too_small_for_all_prefixes(make_engine: MakeEngine) -> None:
     """Ten prompts of four blocks each, in turn, in a pool of nine: evictions all the time, and the same results."""
     engine = make_engine(num_gpu_blocks_override=10, max_num_batched_tokens=7)
     for number in (*range(10), *range(10)):
-        Served(engine, [request("r", random_prompt(60, number), 4), request("s", random_prompt(60, number), 4)])
-    Served(engine, [request(f"r{number}", random_prompt(20, number // 2), 60) for number in range(8)])
+        ServedRequests(engine, [request("r", random_prompt(60, number), 4), request("s", random_prompt(60, number), 4)])
+    ServedRequests(engine, [request(f"r{number}", random_prompt(20, number // 2), 60) for number in range(8)])
     assert engine.stats().num_preemptions > 0
 
 
@@ -170,7 +170,7 @@ def test_without_prefix_caching_nothing_is_cached(make_engine: MakeEngine) -> No
     engine = make_engine(enable_prefix_caching=False)
     prompt = random_prompt(40, 9)
     for _ in range(2):
-        served = Served(engine, [request("r", prompt), request("s", prompt)])
+        served = ServedRequests(engine, [request("r", prompt), request("s", prompt)])
         assert set(served.cached.values()) == {0} and served.num_computed == 2 * (40 + 7)
         assert engine.stats().blocks_cached == 0
 

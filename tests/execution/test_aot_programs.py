@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from bench.bench_aot import DECODE, FEW, GPUS, MODELS, MOSAIC, PREFILL, Row, compile_in_children, document
+from bench.bench_aot import DECODE, FEW, GPUS, MODELS, MOSAIC, PREFILL, ProgramRow, compile_in_children, document
 from jaxpaged.pallas_kernels.tiles import MOSAIC as TILES
 from tests.support.compile_only import GPU_PARAMS, OTHER_GPU, QUICK_GPU
 
@@ -27,7 +27,7 @@ MAX_LAUNCHES_PER_LAYER = 13
 
 
 @pytest.fixture(scope="module", params=GPU_PARAMS)
-def compiled(request: pytest.FixtureRequest) -> tuple[str, list[Row]]:
+def compiled(request: pytest.FixtureRequest) -> tuple[str, list[ProgramRow]]:
     """Two layers of each model for a GPU."""
     return compile_in_children((request.param,), tuple(MODELS), 2)
 
@@ -36,7 +36,7 @@ def test_every_gpu_of_the_table_is_compiled_for() -> None:
     assert set(GPUS) == {QUICK_GPU, OTHER_GPU}
 
 
-def check_forward(row: Row) -> None:
+def check_forward(row: ProgramRow) -> None:
     """What must hold of a step's program at any number of layers."""
     name = " ".join(row.key)
     tokens = int(re.findall(r"\d+", row.program)[-1])
@@ -68,14 +68,14 @@ def check_forward(row: Row) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_steps_run_in_place_in_one_graph(model: str, compiled: tuple[str, list[Row]]) -> None:
+def test_steps_run_in_place_in_one_graph(model: str, compiled: tuple[str, list[ProgramRow]]) -> None:
     rows = [row for row in compiled[1] if row.model == model and row.program.startswith("forward")]
     assert len(rows) == 3 + ((model, rows[0].gpu) == ("llama-3.1-8b", "h200"))
     for row in rows:
         check_forward(row)
 
 
-def test_prompt_logprobs_are_one_graph(compiled: tuple[str, list[Row]]) -> None:
+def test_prompt_logprobs_are_one_graph(compiled: tuple[str, list[ProgramRow]]) -> None:
     rows = [row for row in compiled[1] if row.program.startswith("prompt_logprobs")]
     assert len(rows) == 1
     for row in rows:
@@ -83,7 +83,7 @@ def test_prompt_logprobs_are_one_graph(compiled: tuple[str, list[Row]]) -> None:
         assert not any(kernel["spill_bytes"] for kernel in row.kernels), row
 
 
-def test_sampling_is_one_launch_without_temporaries(compiled: tuple[str, list[Row]]) -> None:
+def test_sampling_is_one_launch_without_temporaries(compiled: tuple[str, list[ProgramRow]]) -> None:
     rows = [row for row in compiled[1] if row.program.startswith("sample[")]
     assert len(rows) == len(MODELS)
     for row in rows:
@@ -91,7 +91,7 @@ def test_sampling_is_one_launch_without_temporaries(compiled: tuple[str, list[Ro
         assert [kernel["name"] for kernel in row.kernels] == ["sampler"] and row.kernels[0]["spill_bytes"] == 0
 
 
-def test_full_sampling_is_one_graph(compiled: tuple[str, list[Row]]) -> None:
+def test_full_sampling_is_one_graph(compiled: tuple[str, list[ProgramRow]]) -> None:
     """No sort, no loop and no branch: all of it is launched at once; for one model, in both modes of logprobs."""
     rows = [row for row in compiled[1] if row.program.startswith("sample_full")]
     assert len(rows) == len(MODELS) + (rows[0].gpu == "h200")
@@ -117,7 +117,7 @@ def tables(text: str) -> tuple[dict[tuple[str, ...], dict[str, str]], ...]:
     return tuple(found)
 
 
-def test_nothing_is_worse_than_in_the_committed_table(compiled: tuple[str, list[Row]]) -> None:
+def test_nothing_is_worse_than_in_the_committed_table(compiled: tuple[str, list[ProgramRow]]) -> None:
     """Temporaries, registers and what the layers share may grow a little; the rest may only get better."""
     committed = TABLE.read_text()
     if f"with jax {jax.__version__};" not in committed:

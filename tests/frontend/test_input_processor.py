@@ -172,8 +172,7 @@ def test_choices_become_sequences_that_the_output_processor_knows() -> None:
     assert [sequence.choice for sequence in found.sequences] == [0, 1, 2]
     assert {(sequence.seed, sequence.arrival_time, sequence.priority, sequence.params, sequence.max_tokens)
             for sequence in found.sequences} == {(4, 1.5, 2, params, 5)}
-    ids = OutputProcessor(None).add_request("r", None, found.prompt_token_ids, params, found.arrival_time,
-                                            found.max_tokens)
+    ids = OutputProcessor(None).add_request("r", None, found.prompt_token_ids, params, found.arrival_time)
     assert [sequence.request_id for sequence in found.sequences] == ids
 
 

@@ -107,7 +107,7 @@ def test_a_request_counts_once_whatever_its_n() -> None:
     times = RequestMetrics(arrival_time=10.0, first_scheduled_time=10.25, first_token_time=10.5, last_token_time=10.75,
                            finished_time=10.75)
     metrics.record_outputs(ProcessedOutputs(
-        finished=[FinishedRequest("r", "length", 40, 5, 32, 2, 8, times)]), 10.75)
+        finished=[FinishedRequest("r", "length", times)]), 10.75)
     metrics.abort_request("r", 99.0)  # an end comes once
     metrics.record_outputs(ProcessedOutputs(new_tokens=[NewTokens("r", 0, 5, 32)]), 99.0)
     found = samples(metrics)
@@ -142,7 +142,7 @@ def test_the_snapshot_agrees_with_the_text() -> None:
     metrics.start_request("r", prompt_tokens=40, n=1, max_tokens=8, arrival_time=0.0)
     metrics.record_outputs(ProcessedOutputs(
         new_tokens=[NewTokens("r", 0, 3, 0)],
-        finished=[FinishedRequest("r", "stop", 40, 3, 0, 1, 8, RequestMetrics(arrival_time=0.0))]), 1.0)
+        finished=[FinishedRequest("r", "stop", RequestMetrics(arrival_time=0.0))]), 1.0)
     values = {value.name: value for value in metrics.snapshot()}
     assert (values["vllm:generation_tokens"].kind, values["vllm:generation_tokens"].value) == ("counter", 3)
     histogram = values["vllm:request_generation_tokens"]

@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, tokenizer: Tokenizer | None = BYTES, prompt: list[int] | None = None, **params: Any) -> None:
         self.processor = OutputProcessor(tokenizer)
-        self.ids = self.processor.add_request("r", "p", prompt or PROMPT, SamplingParams(**params), 10.0, 100)
+        self.ids = self.processor.add_request("r", "p", prompt or PROMPT, SamplingParams(**params), 10.0)
         self.outputs: list[RequestOutput] = []
         self.aborted: list[str] = []
 
@@ -190,7 +190,7 @@ def test_later_deltas_of_a_stopped_sequence_are_ignored() -> None:
     run.feed(char_ids("ab"))
     assert run.feed(char_ids("more")) == ProcessedOutputs()
     assert run.feed((), finish_reason="abort") == ProcessedOutputs()
-    assert len(run.outputs) == 1 and run.processor.num_unfinished == 0
+    assert len(run.outputs) == 1 and run.processor.sequences("r") == ()
 
 
 def test_stop_at_the_length_limit_needs_no_abort() -> None:
@@ -331,9 +331,8 @@ def test_choices_are_merged_into_one_request() -> None:
     assert run.outputs[-1].finished
     ends = [(choice.text, choice.finish_reason) for choice in run.outputs[-1].outputs]
     assert ends == [("ab", "length"), ("x", "stop")]
-    (figures,) = done.finished
-    assert (figures.num_prompt_tokens, figures.num_generation_tokens, figures.n, figures.max_tokens) == (1, 4, 2, 100)
-    assert figures.finish_reason == "stop"
+    (ended,) = done.finished
+    assert (ended.request_id, ended.finish_reason) == ("r", "stop")
 
 
 def test_deltas_show_only_choices_with_new_output() -> None:
@@ -360,17 +359,17 @@ def test_each_choice_stops_by_itself() -> None:
 
 def test_sequence_ids_are_unambiguous() -> None:
     processor, params = OutputProcessor(None), SamplingParams(n=2)
-    ids = [processor.add_request(name, None, [1], params, 0.0, 9) for name in ("a", "a#0", "a#0#0")]
+    ids = [processor.add_request(name, None, [1], params, 0.0) for name in ("a", "a#0", "a#0#0")]
     assert len({*ids[0], *ids[1], *ids[2]}) == 6
 
 
 def test_a_request_id_is_used_once_at_a_time() -> None:
     run = Run()
     with pytest.raises(RequestError) as caught:
-        run.processor.add_request("r", None, [1], SamplingParams(), 0.0, 1)
+        run.processor.add_request("r", None, [1], SamplingParams(), 0.0)
     assert caught.value.param == "request_id"
     run.feed(char_ids("a"), finish_reason="length")
-    assert run.processor.add_request("r", None, [1], SamplingParams(), 0.0, 1)
+    assert run.processor.add_request("r", None, [1], SamplingParams(), 0.0)
 
 
 # Aborts and errors
@@ -382,7 +381,7 @@ def test_abort() -> None:
     assert run.processor.abort("r") == [run.ids[1]]
     assert run.processor.abort("r") == run.processor.abort("unknown") == []
     assert run.feed(char_ids("a"), 1) == ProcessedOutputs()
-    assert run.processor.num_unfinished == 0
+    assert run.processor.sequences("r") == ()
 
 
 def test_the_engines_abort_and_error_are_passed_on() -> None:
@@ -399,7 +398,7 @@ def test_the_engines_abort_and_error_are_passed_on() -> None:
 @pytest.mark.parametrize("bad", [(-1,), ("x",), (None,), (2**70,), 5])
 def test_a_bad_delta_fails_only_its_request(bad: Any, caplog: pytest.LogCaptureFixture) -> None:
     processor = OutputProcessor(BYTES)
-    one, two = (processor.add_request(name, None, PROMPT, SamplingParams(n=2), 0.0, 9) for name in ("one", "two"))
+    one, two = (processor.add_request(name, None, PROMPT, SamplingParams(n=2), 0.0) for name in ("one", "two"))
     good = tuple(char_ids("a"))
     done = processor.process([TokenDelta(two[0], good), TokenDelta(one[0], bad), TokenDelta(one[1], good),
                               TokenDelta(two[1], good)])
@@ -407,7 +406,7 @@ def test_a_bad_delta_fails_only_its_request(bad: Any, caplog: pytest.LogCaptureF
     assert [choice.finish_reason for choice in by_id["one"].outputs] == ["error", "error"]
     assert by_id["one"].finished and set(done.errors) == {"one"} and set(done.to_abort) == set(one)
     assert [choice.text for choice in by_id["two"].outputs] == ["a", "a"] and not by_id["two"].finished
-    assert processor.num_unfinished == 1
+    assert processor.sequences("one") == () and processor.sequences("two") == tuple(two)
     assert "one" in caplog.text
 
 
@@ -416,23 +415,23 @@ def test_a_bad_delta_fails_only_its_request(bad: Any, caplog: pytest.LogCaptureF
 
 def test_times_and_counts() -> None:
     processor = OutputProcessor(BYTES)
-    one, two = processor.add_request("r", None, PROMPT, SamplingParams(n=2), 10.0, 5)
+    one, two = processor.add_request("r", None, PROMPT, SamplingParams(n=2), 10.0)
     first = processor.process([TokenDelta(one, tuple(char_ids("ab")), num_cached_tokens=16, scheduled_time=12.0)], 13.0)
     assert [(new.choice, new.count, new.num_cached_tokens) for new in first.new_tokens] == [(0, 2, 16)]
     processor.process([TokenDelta(two, tuple(char_ids("a")), scheduled_time=11.0, num_preemptions=1)], 14.0)
     done = processor.process([TokenDelta(one, tuple(char_ids("c")), "length"),
                               TokenDelta(two, (), "length", num_preemptions=2)], 15.0)
+    assert [(new.choice, new.count) for new in done.new_tokens] == [(0, 1)]
     metrics = done.outputs[0].metrics
     assert metrics is not None and done.finished[0].metrics == metrics
     assert (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time) == (10.0, 11.0, 13.0)
     assert (metrics.last_token_time, metrics.finished_time, metrics.num_preemptions) == (15.0, 15.0, 2)
-    assert done.outputs[0].num_cached_tokens == done.finished[0].num_cached_tokens == 16
-    assert done.finished[0].num_generation_tokens == 4
+    assert done.outputs[0].num_cached_tokens == 16
 
 
 def test_the_clock_is_the_monotonic_one() -> None:
     processor = OutputProcessor(BYTES)
-    (sequence,) = processor.add_request("r", None, PROMPT, SamplingParams(), time.monotonic(), 5)
+    (sequence,) = processor.add_request("r", None, PROMPT, SamplingParams(), time.monotonic())
     (output,) = processor.process([TokenDelta(sequence, tuple(char_ids("a")))]).outputs
     assert output.metrics is not None and output.metrics.first_token_time is not None
     assert math.isclose(output.metrics.first_token_time, time.monotonic(), abs_tol=60)
@@ -442,7 +441,6 @@ def test_tokens_cut_off_at_a_stop_string_are_not_counted() -> None:
     run = Run(stop="b")
     done = run.feed(char_ids("abcd"))
     assert [new.count for new in done.new_tokens] == [2]
-    assert done.finished[0].num_generation_tokens == 2
 
 
 def test_the_real_model(smollm2_path: Path) -> None:

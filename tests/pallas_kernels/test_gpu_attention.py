@@ -47,19 +47,19 @@ QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)
-class Variant(paged.Variant):
+class GpuVariant(paged.Variant):
     """What a kernel is traced for, besides the shape of the step."""
 
     dtype: Any = jnp.float32  # of queries
     page_dtype: Any = jnp.float32
 
 
-PLAIN = Variant()
+PLAIN = GpuVariant()
 SCALE = 0.25
 
 
 @cache
-def compiled(shape: Shape, variant: Variant) -> Callable[..., Any]:
+def compiled(shape: Shape, variant: GpuVariant) -> Callable[..., Any]:
     heads = shape.kv_heads * shape.group
     tiles = paged_attention.choose_tiles(TARGET, shape.tokens, shape.group, shape.head_dim, variant.dtype,
                                          variant.page_dtype)
@@ -75,7 +75,7 @@ def compiled(shape: Shape, variant: Variant) -> Callable[..., Any]:
     return run
 
 
-def stored(batch: Batch, variant: Variant) -> KVPages:
+def stored(batch: Batch, variant: GpuVariant) -> KVPages:
     """The batch's pools as the variant stores them; the contexts become the values read back from them."""
     if not is_scaled(variant.page_dtype):
         for contexts in (batch.keys, batch.values):
@@ -94,7 +94,7 @@ def stored(batch: Batch, variant: Variant) -> KVPages:
     return KVPages(*pools, *scales)
 
 
-def check(shape: Shape, chunks: Sequence[Chunk], seed: int = 0, variant: Variant = PLAIN, *, tolerance: float = 2e-6,
+def check(shape: Shape, chunks: Sequence[Chunk], seed: int = 0, variant: GpuVariant = PLAIN, *, tolerance: float = 2e-6,
           **how: Any) -> Any:
     """Compare the kernel with float64; returns the work list."""
     assert sum(chunk.new for chunk in chunks) <= shape.tokens and len(chunks) <= shape.slots
@@ -180,7 +180,7 @@ def test_any_shape(data: st.DataObject) -> None:
         Shape, tokens=st.sampled_from([3, 8, 33, 48]), kv_heads=st.integers(1, 3), group=st.integers(1, 16),
         head_dim=st.sampled_from([16, 64, 80, 96, 128, 256]), block_size=st.sampled_from([16, 32, 64, 128])))
     variant = data.draw(st.builds(
-        Variant, window=st.none() | st.integers(1, 90), softcap=st.sampled_from([None, 3.0]), alibi=st.booleans(),
+        GpuVariant, window=st.none() | st.integers(1, 90), softcap=st.sampled_from([None, 3.0]), alibi=st.booleans(),
         sinks=st.booleans(), dtype=st.sampled_from(sorted(TOLERANCES, key=str)),
         page_dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn])))
     chunks = data.draw(mixed(shape))
@@ -194,7 +194,7 @@ def test_variants(name: str) -> None:
         chunks = [Chunk(70, min(20, shape.tokens - 4)), Chunk(1), Chunk(64), Chunk(17, 2)] if shape.tokens > 8 else \
             [Chunk(1), Chunk(70), Chunk(96), Chunk(40, 3)]
         for seed in range(2):
-            check(shape, chunks, seed, Variant(**vars(VARIANTS[name])), tolerance=4e-6)
+            check(shape, chunks, seed, GpuVariant(**vars(VARIANTS[name])), tolerance=4e-6)
 
 
 @pytest.mark.parametrize(("dtype", "page_dtype", "tolerance"), [
@@ -203,7 +203,7 @@ def test_variants(name: str) -> None:
         (jnp.bfloat16, jnp.float8_e4m3fn, 3e-2)),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_dtypes(dtype: Any, page_dtype: Any, tolerance: float) -> None:
-    variant = Variant(dtype=dtype, page_dtype=page_dtype)
+    variant = GpuVariant(dtype=dtype, page_dtype=page_dtype)
     for shape in (SMALL, DECODE):
         check(shape, [Chunk(33, 3), Chunk(5), Chunk(80), Chunk(16, 2)], 3, variant, tolerance=tolerance)
     if is_scaled(page_dtype):
@@ -213,7 +213,7 @@ def test_dtypes(dtype: Any, page_dtype: Any, tolerance: float) -> None:
 @pytest.mark.parametrize("page_dtype", [jnp.int8, *slow(jnp.float8_e4m3fn)])
 def test_small_values_in_8_bits_are_not_lost_in_float16(page_dtype: Any) -> None:
     """Weights times the scales of such values are near the smallest float16, on XLA's path too."""
-    chunks, size, variant = [Chunk(96, 3), Chunk(70)], 1e-5, Variant(dtype=jnp.float16, page_dtype=page_dtype)
+    chunks, size, variant = [Chunk(96, 3), Chunk(70)], 1e-5, GpuVariant(dtype=jnp.float16, page_dtype=page_dtype)
     batch = make_batch(SMALL, chunks, np.random.default_rng(6))
     batch.q = np.asarray(0.1 * batch.q, np.float16)
     batch.v_pool *= size
@@ -372,7 +372,7 @@ def test_a_model_gives_the_same_logits_on_either_path(config: ModelConfig, page_
 
 def test_reference_follows_the_rule() -> None:
     """The plain specification, with everything at once, against float64."""
-    variant = Variant(window=40, softcap=3.0, alibi=True, sinks=True, page_dtype=jnp.int8)
+    variant = GpuVariant(window=40, softcap=3.0, alibi=True, sinks=True, page_dtype=jnp.int8)
     chunks = [Chunk(70, 20), Chunk(1), Chunk(64), Chunk(17, 2)]
     batch = make_batch(SMALL, chunks, np.random.default_rng(0))
     pages = stored(batch, variant)

@@ -17,7 +17,7 @@ from jaxpaged.scheduling.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Timed:
     """A request and its time of arrival; its answer ends after `output` tokens."""
 
     time: float
@@ -28,7 +28,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingResult:
     """When each request's answer ended, in the order of the arrivals, and the number of preemptions."""
 
     ends: list[float]
@@ -39,8 +39,8 @@ class Served:
         return sorted(range(len(self.ends)), key=self.ends.__getitem__)
 
 
-def serve(arrivals: Sequence[Arrival], policy: Policy, *, slots: int = 1, num_blocks: int = 1000, block_size: int = 4,
-          step_seconds: float = 1.0) -> Served:
+def serve(arrivals: Sequence[Timed], policy: Policy, *, slots: int = 1, num_blocks: int = 1000, block_size: int = 4,
+          step_seconds: float = 1.0) -> ServingResult:
     """One step after another, each as long as the others."""
     scheduler = Scheduler(BlockPool(num_blocks), block_size=block_size, max_num_seqs=slots,
                           max_num_batched_tokens=256, policy=policy)
@@ -67,15 +67,15 @@ def serve(arrivals: Sequence[Arrival], policy: Policy, *, slots: int = 1, num_bl
         in_flight = step if step.chunks else None
         now += step_seconds
         assert now < 1e5, "a request starves"
-    return Served(ends, scheduler.num_preemptions)
+    return ServingResult(ends, scheduler.num_preemptions)
 
 
-arrivals = st.builds(Arrival, time=st.just(0.0), output=st.integers(1, 60), priority=st.integers(-2, 2))
+arrivals = st.builds(Timed, time=st.just(0.0), output=st.integers(1, 60), priority=st.integers(-2, 2))
 
 
 @settings(max_examples=40)
 @given(st.lists(arrivals, min_size=1, max_size=12), st.integers(1, 3))
-def test_the_higher_priority_is_admitted_first_and_equals_by_arrival(batch: list[Arrival], slots: int) -> None:
+def test_the_higher_priority_is_admitted_first_and_equals_by_arrival(batch: list[Timed], slots: int) -> None:
     """All arrive at the start, so the next to be admitted is always the first of those left."""
     served = serve(batch, PriorityPolicy(), slots=slots)
     if slots == 1:
@@ -85,8 +85,8 @@ def test_the_higher_priority_is_admitted_first_and_equals_by_arrival(batch: list
 
 @settings(max_examples=40)
 @given(st.lists(arrivals, min_size=1, max_size=12))
-def test_the_shortest_by_hint_is_admitted_first_and_equals_by_arrival(batch: list[Arrival]) -> None:
-    hinted = [Arrival(0.0, arrival.output, hint=arrival.output) for arrival in batch]
+def test_the_shortest_by_hint_is_admitted_first_and_equals_by_arrival(batch: list[Timed]) -> None:
+    hinted = [Timed(0.0, arrival.output, hint=arrival.output) for arrival in batch]
     assert serve(hinted, PredictedPolicy()).order == sorted(range(len(batch)), key=lambda index: batch[index].output)
 
 
@@ -94,23 +94,23 @@ def test_the_shortest_by_hint_is_admitted_first_and_equals_by_arrival(batch: lis
 @given(st.integers(0, 50), st.integers(1, 64), st.integers(1, 64), st.sampled_from([0.5, 3.0]))
 def test_waiting_makes_up_for_predicted_work(gap: int, first: int, second: int, rate: float) -> None:
     """Both wait behind a third that holds the only slot; a second of waiting outweighs `rate` tokens."""
-    batch = [Arrival(0.0, 60, hint=60), Arrival(1.0, first, hint=first), Arrival(1.0 + gap, second, hint=second)]
+    batch = [Timed(0.0, 60, hint=60), Timed(1.0, first, hint=first), Timed(1.0 + gap, second, hint=second)]
     served = serve(batch, PredictedPolicy(ageing_rate=rate))
     assert (served.ends[1] < served.ends[2]) == (first <= second + gap * rate)
 
 
 def test_lengths_are_learned_from_those_that_finished() -> None:
     """Long prompts get short answers here, and short prompts long ones; there are no hints."""
-    kinds = [Arrival(0.0, 40, prompt=4), Arrival(0.0, 3, prompt=64)]
+    kinds = [Timed(0.0, 40, prompt=4), Timed(0.0, 3, prompt=64)]
     policy = PredictedPolicy(ageing_rate=0.01)
     serve(kinds * 10, policy)
-    served = serve([Arrival(0.0, 20, prompt=30), *kinds * 2], policy)
+    served = serve([Timed(0.0, 20, prompt=30), *kinds * 2], policy)
     assert served.order == [0, 2, 4, 1, 3]
 
 
 def test_a_request_preempts_one_of_lower_priority() -> None:
     """The victim is the newest of the lowest priority; it runs again before its equal that arrived later."""
-    batch = [Arrival(0.0, 50, 1), Arrival(1.0, 50, 2), Arrival(2.0, 50, 2), Arrival(3.0, 5, 2), Arrival(10.0, 5, 0)]
+    batch = [Timed(0.0, 50, 1), Timed(1.0, 50, 2), Timed(2.0, 50, 2), Timed(3.0, 5, 2), Timed(10.0, 5, 0)]
     served = serve(batch, PriorityPolicy(), slots=3)
     assert served.preemptions == 1
     assert served.ends[4] <= 10 + 5 + 2
@@ -119,23 +119,23 @@ def test_a_request_preempts_one_of_lower_priority() -> None:
 
 
 def test_requests_of_equal_priority_do_not_preempt_one_another() -> None:
-    batch = [Arrival(0.0, 50, 1), Arrival(1.0, 5, 1), Arrival(2.0, 5, 1)]
-    assert serve(batch, PriorityPolicy()) == Served(serve(batch, PriorityPolicy()).ends, 0)
+    batch = [Timed(0.0, 50, 1), Timed(1.0, 5, 1), Timed(2.0, 5, 1)]
+    assert serve(batch, PriorityPolicy()) == ServingResult(serve(batch, PriorityPolicy()).ends, 0)
     assert serve(batch, PriorityPolicy()).order == [0, 1, 2]
 
 
 @pytest.mark.parametrize("policy", [PriorityPolicy(), PredictedPolicy()])
 def test_no_request_starves(policy: Policy) -> None:
     """A stream of short and important requests that never leaves the slot free, and one that is neither."""
-    stream = [Arrival(float(5 * number), 6, 0, hint=6) for number in range(200)]
-    served = serve([Arrival(1.0, 20, 3, hint=20), *stream], policy, step_seconds=1.0)
+    stream = [Timed(float(5 * number), 6, 0, hint=6) for number in range(200)]
+    served = serve([Timed(1.0, 20, 3, hint=20), *stream], policy, step_seconds=1.0)
     assert served.ends[0] < 3 * PRIORITY_AGEING_SECONDS + 100
     assert served.ends[0] < max(served.ends)
 
 
 def test_room_for_predicted_growth_prevents_preemptions() -> None:
     """Answers of 40 tokens each in a pool for three and a half: with one block of room each, too many are admitted."""
-    batch = [Arrival(0.0, 40, hint=40) for _ in range(12)]
+    batch = [Timed(0.0, 40, hint=40) for _ in range(12)]
     pool = {"slots": 12, "num_blocks": 1 + 3 * 11 + 6}
     assert serve(batch, PriorityPolicy(), **pool).preemptions > 0
     assert serve(batch, PredictedPolicy(horizon=40), **pool).preemptions == 0

@@ -61,7 +61,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A server, and transformers' reading of its tokenizer's files."""
 
     kind: str
@@ -98,7 +98,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=[
     pytest.param(kind, marks=[pytest.mark.slow] if kind in ("metaspace", "no prefix") else []) for kind in KINDS])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     folder = tmp_path_factory.mktemp("tokenizers")
     model = folder / "model"
     tokenizer = KINDS[request.param]()
@@ -111,13 +111,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with LiveServer(folder / "log", str(model), *flags_of(ENGINE_ARGS)) as live:
         live.wait_ready()
         with httpx.Client(base_url=live.url, timeout=60) as http:
-            yield Served(request.param, model, http, AutoTokenizer.from_pretrained(model))
+            yield ServedModel(request.param, model, http, AutoTokenizer.from_pretrained(model))
 
 
 # Beginning tokens
 
 
-def test_exactly_one_beginning_token(served: Served) -> None:
+def test_exactly_one_beginning_token(served: ServedModel) -> None:
     hf, bos = served.hf, served.hf.bos_token_id
     wanted: dict[str, list[int]] = {}
     for text in ("hello world", " hello", "the\n"):
@@ -156,7 +156,7 @@ def test_exactly_one_beginning_token(served: Served) -> None:
 # Special tokens as text
 
 
-def test_special_token_text_is_ordinary_in_chats_alone(served: Served) -> None:
+def test_special_token_text_is_ordinary_in_chats_alone(served: ServedModel) -> None:
     hf = served.hf
     special = [hf.bos_token, hf.eos_token, MARK]
     ids = hf.convert_tokens_to_ids(special)
@@ -204,7 +204,7 @@ def between_special_tokens(hf: PreTrainedTokenizerFast, text: str) -> list[int]:
 # Special tokens as stops
 
 
-def test_a_stop_that_is_a_special_token_cuts_no_ordinary_character(served: Served) -> None:
+def test_a_stop_that_is_a_special_token_cuts_no_ordinary_character(served: ServedModel) -> None:
     hf = served.hf
     mark = hf.convert_tokens_to_ids(MARK)
     ordinary = hf("</ the < hello/m", add_special_tokens=False).input_ids
@@ -232,7 +232,7 @@ def test_a_stop_that_is_a_special_token_cuts_no_ordinary_character(served: Serve
 # Spaces and characters
 
 
-def test_new_text_is_that_of_prompt_and_output_together(served: Served) -> None:
+def test_new_text_is_that_of_prompt_and_output_together(served: ServedModel) -> None:
     hf = served.hf
     bos = hf.bos_token_id
     words = [number for number, token in enumerate(hf.convert_ids_to_tokens(range(len(hf))))
@@ -260,7 +260,7 @@ def test_new_text_is_that_of_prompt_and_output_together(served: Served) -> None:
     assert any("  " in text for text in texts)
 
 
-def check_offsets(served: Served, prompt: str | list[int], echoed: dict[str, Any], skip: bool) -> None:
+def check_offsets(served: ServedModel, prompt: str | list[int], echoed: dict[str, Any], skip: bool) -> None:
     """Each token begins in the text where the one before it has ended."""
     offsets, text, hf = echoed["logprobs"]["text_offset"], echoed["text"], served.hf
     ids = echoed["token_ids"]
@@ -273,7 +273,7 @@ def check_offsets(served: Served, prompt: str | list[int], echoed: dict[str, Any
         assert text[start:end] == ("" if added else hf.decode([ids[index]], skip_special_tokens=skip and not own))
 
 
-def test_a_text_of_a_given_form(served: Served) -> None:
+def test_a_text_of_a_given_form(served: ServedModel) -> None:
     """Characters of several tokens, and the text of a special token that is none."""
     if served.kind not in ("sentencepiece", "no prefix"):
         pytest.skip("for vocabularies with words and bytes")
