@@ -36,7 +36,7 @@ def _names(item: Field[Any]) -> list[str]:
 
 
 def _text(item: Field[Any]) -> str:
-    help = item.metadata["help"].replace("|", "\\|").replace("<think>", "`<think>`")
+    help = item.metadata["help"].replace("|", "\\|").replace("<think>", "`<think>`").replace("[THINK]", "`[THINK]`")
     if item.name in UNSUPPORTED_CONFIG:
         return help + ("; cannot be turned off yet" if item.default is True else "; not supported yet")
     choices = ", ".join(f"`{choice}`" for choice in item.metadata.get("choices", ()))

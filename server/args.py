@@ -15,7 +15,6 @@ from jaxpaged.core.compatibility import OLD_FLAGS
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.core.flags import Parser, add_flags, flag_of, merge_model, new_parser, parse_flags
-from jaxpaged.server.parsers.reasoning import REASONING_PARSERS
 from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS
 
 
@@ -55,9 +54,6 @@ class ServerConfig:
     enable_auto_tool_choice: bool = _flag(False, "let the model decide to call tools; needs --tool-call-parser")
     tool_call_parser: str | None = _flag(None, "format of the model's tool calls; Qwen writes hermes, too",
                                          choices=tuple(TOOL_PARSERS))
-    reasoning_parser: str | None = _flag(None, "separate reasoning in <think> tags from the answer: for models that "
-                                         "always reason (deepseek_r1) or that open the tag themselves (qwen3)",
-                                         choices=REASONING_PARSERS)
     max_connections: int = _flag(0, "maximum number of open connections; 0: as many as the process may open files",
                                  group="limits")
     max_request_bytes: int = _flag(2**23, "maximum size of a request body", group="limits")

@@ -24,7 +24,7 @@ HTTP_THIRD = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptool
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "core": ((), ()),
     "pallas_kernels": (("jax", "numpy"), ()),
-    "server.parsers": ((), ()),
+    "server.parsers": ((), ("core",)),
     "scheduling": ((), ("core",)),
     "models": (("flax", "jax", "numpy"), ("core", "pallas_kernels")),
     "loading": (("flax", "gguf", "huggingface_hub", "jax", "ml_dtypes", "numpy", "orbax", "safetensors", "tqdm"),

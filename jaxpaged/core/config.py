@@ -11,6 +11,7 @@ from typing import Any
 from jaxpaged.core.compatibility import UNSUPPORTED_CONFIG
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.core.flags import flag_of
+from jaxpaged.core.reasoning import REASONING_FORMATS
 from jaxpaged.core.sampling_params import MAX_N
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -51,6 +52,10 @@ class EngineConfig:
     load_format: str = _flag("auto", "format of the weights", choices=("auto", "safetensors", "gguf"), group="model")
     seed: int | None = _flag(None, "seed of requests that set none", group="model")
     chat_template: str | None = _flag(None, "file with a chat template, or the template itself", group="model")
+    reasoning_parser: str | None = _flag(
+        None, "how the model marks its reasoning, which precedes structured output and which chats return apart: in "
+        "<think> tags, for models that always reason (deepseek_r1) or that open the tag themselves (qwen3), or in "
+        "[THINK] tags (mistral)", choices=tuple(REASONING_FORMATS), group="model")
     generation_config: str = _flag("auto", "sampling defaults; auto: from the model's files; vllm: the API's",
                                    choices=("auto", "vllm"), group="model")
     device: str = _flag("auto", "device to run on", choices=("auto", "cpu", "cuda"), group="memory")
@@ -110,7 +115,7 @@ class EngineConfig:
             raise ConfigError("model must name a directory, a .gguf file or a hub id")
         for item in fields(self):
             choices = item.metadata.get("choices")
-            if choices and getattr(self, item.name) not in choices:
+            if choices and getattr(self, item.name) not in (*choices, item.default):
                 raise ConfigError(f"{item.name} must be one of {', '.join(map(str, choices))}, "
                                   f"not {getattr(self, item.name)!r}")
             if isinstance(item.default, bool) and not isinstance(getattr(self, item.name), bool):

@@ -66,6 +66,11 @@ class StructuredOutputsParams:
                 raise _bad_structure("choice must be a list of strings, none of them empty")
             object.__setattr__(self, "choice", tuple(self.choice))
 
+    @property
+    def is_json(self) -> bool:
+        """Whether the text is JSON, around which white space means nothing."""
+        return self.json is not None or bool(self.json_object)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

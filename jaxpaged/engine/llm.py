@@ -24,9 +24,9 @@ from jaxpaged.engine.interrupts import DeferredInterrupts
 from jaxpaged.engine.startup import InMemoryModel
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalized
 from jaxpaged.frontend.front import Front, load_text_files
-from jaxpaged.frontend.input_processor import ProcessedRequest
+from jaxpaged.frontend.input_processor import ChatPrompt, ProcessedRequest
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | Mapping[str, Any] | ChatPrompt
 Conversation = Sequence[Mapping[str, Any]]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import RequestError
 from jaxpaged.core.messages import EngineInfo, EngineOutputs, Grammar
+from jaxpaged.core.reasoning import REASONING_FORMATS
 from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.frontend.input_processor import InputProcessor, ProcessedRequest, default_sampling_params
 from jaxpaged.frontend.metrics import Metrics
@@ -86,7 +87,7 @@ class Front:
             self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             max_n=config.max_n, max_logprobs=config.max_logprobs, eos_token_ids=eos,
             default_params=files.default_params, takes_priorities=config.scheduling_policy == "priority",
-            make_grammar=make_grammar)
+            reasoning=REASONING_FORMATS.get(config.reasoning_parser or ""), make_grammar=make_grammar)
         self.metrics = Metrics(name or info.model, info, kv_cache_dtype=config.kv_cache_dtype,
                                prefix_caching=config.enable_prefix_caching)
         self._outputs = OutputProcessor(self._tokenizer)

@@ -4,12 +4,14 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
 from jaxpaged.core.errors import ConfigError, NotSupportedError, RequestError
 from jaxpaged.core.limits import LIMITS, Limits, check_at_most
 from jaxpaged.core.messages import EngineRequest, Grammar
+from jaxpaged.core.reasoning import ReasoningFormat, ReasoningStart
 from jaxpaged.core.sampling_params import (
     MAX_BEAM_CANDIDATES,
     SamplingParams,
@@ -18,6 +20,7 @@ from jaxpaged.core.sampling_params import (
 )
 from jaxpaged.frontend.context_window import ContextWindow
 from jaxpaged.frontend.output_processor import sequence_ids
+from jaxpaged.text.answer_grammar import answer_grammar
 from jaxpaged.text.bounded_cache import BoundedCache
 from jaxpaged.text.conversation import normalize_messages
 from jaxpaged.text.structured_outputs import GrammarCompiler
@@ -32,11 +35,25 @@ _GENERATION_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "to
 
 
 @dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a rendered conversation.
+
+    Attributes:
+        reasoning: where the answer begins; None for a model that does not reason.
+    """
+
+    text: str
+    token_ids: list[int]
+    reasoning: ReasoningStart | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessedRequest:
     """A request ready to run.
 
     Attributes:
         prompt: the prompt's text; None where only ids were given.
+        reasoning: where the answer begins, for a chat with a model that reasons.
         max_tokens: the resolved limit of each choice.
         sequences: the engine's requests, one per choice.
     """
@@ -48,6 +65,7 @@ class ProcessedRequest:
     max_tokens: int
     arrival_time: float
     sequences: tuple[EngineRequest, ...]
+    reasoning: ReasoningStart | None = None
 
 
 class InputProcessor:
@@ -63,13 +81,14 @@ class InputProcessor:
         default_params: sampling parameters of requests without any, as `default_sampling_params` makes them.
         takes_priorities: whether the scheduling policy uses priorities; if not, any but 0 is refused.
         limits: what else a request may hold.
+        reasoning: how the model marks its reasoning; None for one that does not reason.
         make_grammar: compiles structured outputs; None to do it in this process.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int,
                  max_n: int = 128, max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
                  default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False,
-                 limits: Limits = LIMITS,
+                 limits: Limits = LIMITS, reasoning: ReasoningFormat | None = None,
                  make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -79,6 +98,7 @@ class InputProcessor:
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._takes_priorities = takes_priorities
+        self._reasoning = reasoning
         self._context = ContextWindow(max_model_len, tokenizer.max_token_chars if tokenizer is not None else None)
         self._grammars: BoundedCache[bytes, Grammar] = BoundedCache(MAX_GRAMMARS, MAX_GRAMMARS_BYTES)
 
@@ -97,6 +117,17 @@ class InputProcessor:
         """Ids that end a text."""
         return self._eos
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the answers of chats may hold reasoning."""
+        return self._reasoning is not None
+
+    @cached_property
+    def marks_are_special(self) -> bool:
+        """Whether the marks around the reasoning are special tokens, which the text hides unless asked otherwise."""
+        marks = (self._reasoning.begin, self._reasoning.end) if self._reasoning and self._tokenizer else ()
+        return any(self._tokenizer.special_id(mark) is not None for mark in marks if self._tokenizer)
+
     def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
                 add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
                 priority: int = 0, cache_salt: str | None = None,
@@ -105,7 +136,8 @@ class InputProcessor:
 
         Args:
             prompt: text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}; with both keys the ids are
-                used and the text is only returned. A third key, "cache_salt", is the argument of that name.
+                used and the text is only returned. A third key, "cache_salt", is the argument of that name. Or what
+                `render_chat` returns.
             params: None for the model's defaults.
             add_special_tokens: let the tokenizer add its special tokens, such as a BOS token.
             lower_max_tokens: lower a max_tokens that does not fit, because it is only a default.
@@ -126,6 +158,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping) and cache_salt is None:
             cache_salt = prompt.get("cache_salt")
         self._check_cache_salt(cache_salt)
+        reasoning = prompt.reasoning if isinstance(prompt, ChatPrompt) else None
         min_output = 0 if params.max_tokens == 0 else 1
         keep = self._context.resolve_truncation(truncate_prompt_tokens, min_output)
         text, ids = self._prompt(prompt, add_special_tokens)
@@ -138,7 +171,7 @@ class InputProcessor:
         stop_token_ids = eos.union(params.stop_token_ids or ())
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         self._check_token_ids(params)
-        grammar = None if params.structured_outputs is None else self.grammar(params.structured_outputs)
+        grammar = self._answer_grammar(params, reasoning, text, ids)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
         if params.use_beam_search:
@@ -152,21 +185,18 @@ class InputProcessor:
                           arrival_time, priority, cache_salt, fork_of=ids_of_choices[0] if choice else None,
                           skip_prefix_read=params.prompt_logprobs is not None, grammar=grammar)
             for choice, sequence_id in enumerate(ids_of_choices))
-        return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences)
+        return ProcessedRequest(request_id, text, ids, params, max_tokens, arrival_time, sequences, reasoning)
 
     def render_chat(self, messages: object, *, tools: list[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,
                     chat_template_kwargs: dict[str, Any] | None = None, add_special_tokens: bool = False,
-                    may_be_long: bool = False) -> dict[str, Any]:
+                    may_be_long: bool = False) -> ChatPrompt:
         """Turn a conversation into a prompt for `process`.
 
         Args:
             tools: that the model may call, in OpenAI's form.
             add_special_tokens: add the tokenizer's special tokens, where the template has not written them.
             may_be_long: allow one that exceeds the context, for counting its tokens.
-
-        Returns:
-            {"prompt": text, "prompt_token_ids": ids}.
 
         Raises:
             RequestError: bad messages, or a template that refuses them.
@@ -177,14 +207,16 @@ class InputProcessor:
         normal = normalize_messages(messages)
         tokenizer = self._needed_tokenizer("messages")
         self._context.check_text(sum(len(message["content"]) for message in normal), "messages")
-        text, ids = tokenizer.apply_chat_template(
+        rendered, ids = tokenizer.encode_chat(
             normal, tools=tools or None, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
-            add_special_tokens=add_special_tokens,
+            add_special_tokens=add_special_tokens, wants_turn=self.reasons,
             check=lambda text: self._context.check_text(len(text), "messages"))
         if not may_be_long:
             self._context.check_prompt(len(ids), "messages")
-        return {"prompt": text, "prompt_token_ids": ids}
+        words = normal[-1]["content"] if continue_final_message else ""
+        start = self._reasoning.start_of_answer(rendered.turn, words=words) if self._reasoning else None
+        return ChatPrompt(rendered.text, ids, start)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text. They may exceed the context, unless the number of characters alone does.
@@ -198,7 +230,9 @@ class InputProcessor:
     def _prompt(self, prompt: object, add_special_tokens: bool) -> tuple[str | None, tuple[int, ...]]:
         text: object = None
         ids: object = None
-        if isinstance(prompt, str):
+        if isinstance(prompt, ChatPrompt):
+            text, ids = prompt.text, prompt.token_ids
+        elif isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Mapping):
             unknown = next((key for key in prompt if key not in ("prompt", "prompt_token_ids", "cache_salt")), None)
@@ -255,6 +289,19 @@ class InputProcessor:
             grammar = self._make_grammar(wanted)
             self._grammars.put(key, grammar, len(grammar.text))
         return grammar
+
+    def _answer_grammar(self, params: SamplingParams, reasoning: ReasoningStart | None, text: str | None,
+                        ids: Sequence[int]) -> Grammar | None:
+        """What the output has to match: structured output, behind the reasoning."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        form = self.grammar(wanted)
+        tokenizer = self._needed_tokenizer("structured_outputs")
+        if reasoning is None and self._reasoning is not None:
+            text = tokenizer.decode(ids, skip_special_tokens=False) if text is None else text
+            reasoning = self._reasoning.start_of_text(text)
+        return answer_grammar(form, reasoning, tokenizer, space=wanted.is_json)
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the start of a text and after a space."""

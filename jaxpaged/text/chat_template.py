@@ -6,7 +6,8 @@ Needs Jinja alone, so that the server can render in a small process of its own, 
 import datetime
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -35,6 +36,7 @@ class TemplateJob:
         messages: normalized messages.
         tools: in OpenAI's form; None for none.
         variables: further variables of the template.
+        wants_turn: tell what of the text belongs to the turn of the answer.
     """
 
     messages: list[dict[str, Any]]
@@ -42,9 +44,24 @@ class TemplateJob:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
+    wants_turn: bool = False
 
 
-Renderer = Callable[[TemplateJob], str]
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A rendered conversation.
+
+    Attributes:
+        text: of the prompt.
+        turn: the part of it that belongs to the turn of the answer: its header, and a message that is continued. Empty
+            unless the job wants it.
+    """
+
+    text: str
+    turn: str = ""
+
+
+Renderer = Callable[[TemplateJob], RenderedChat]
 
 
 class ChatTemplate:
@@ -66,14 +83,15 @@ class ChatTemplate:
         """The arguments that make the same template in another process."""
         return self._sources, self._special_tokens
 
-    def render(self, job: TemplateJob) -> str:
-        """The text of the prompt.
+    def render(self, job: TemplateJob) -> RenderedChat:
+        """The text of the prompt, and of the answer's turn in it.
 
         Raises:
             RequestError: the template refuses these messages or fails on them.
         """
         try:
             text = self._render(job)
+            start = _num_common(text, self._earlier_turns(job, text)) if job.wants_turn else len(text)
         except TemplateError as error:
             reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
@@ -83,8 +101,18 @@ class ChatTemplate:
             raise RequestError(f"the chat template cannot render these messages ({type(error).__name__})",
                                param="messages") from error
         if job.continue_final_message:
-            return _cut_open(text, job.messages[-1]["content"])
-        return text
+            text = _cut_open(text, job.messages[-1]["content"])
+        return RenderedChat(text, text[start:])
+
+    def _earlier_turns(self, job: TemplateJob, text: str) -> str:
+        """The text of all turns but the answer's."""
+        earlier = job.messages[:-1] if job.continue_final_message else job.messages
+        try:
+            return self._render(replace(job, messages=earlier, add_generation_prompt=False,
+                                        continue_final_message=False)) if earlier else ""
+        except Exception:  # some templates take no conversation that ends here
+            before, words, _ = text.rpartition(job.messages[-1]["content"])
+            return before if job.continue_final_message else before + words
 
     def _render(self, job: TemplateJob) -> str:
         name = "tool_use" if job.tools and "tool_use" in self._sources else "default"
@@ -98,6 +126,13 @@ class ChatTemplate:
         return self._compiled[name].render({
             **self._special_tokens, "documents": None, **job.variables, "messages": messages, "tools": job.tools,
             "add_generation_prompt": job.add_generation_prompt})
+
+
+def _num_common(text: str, other: str) -> int:
+    """Length of the prefix that two texts share."""
+    if text.startswith(other):
+        return len(other)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxpaged.core.errors import CheckpointError, ConfigError, RequestError, first_line
-from jaxpaged.text.chat_template import RESERVED, ChatTemplate, Renderer, TemplateJob
+from jaxpaged.text.chat_template import RESERVED, ChatTemplate, RenderedChat, Renderer, TemplateJob
 from jaxpaged.text.placeholders import Placeholders, any_of
 from jaxpaged.text.token_bytes import find_byte_rule, find_max_token_chars
 
@@ -54,6 +54,7 @@ class Tokenizer:
         self.render_chat_template: Renderer | None = None
         self._template: tuple[Any, ChatTemplate] | None = None
         self._bytes: dict[int, bytes] = {}
+        self._starting_with: dict[str, tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self._adds_bos = self._find_adds_bos()
 
@@ -93,6 +94,15 @@ class Tokenizer:
         """The special token with this text, or None."""
         return self._special_ids.get(text)
 
+    def ids_starting_with(self, text: str) -> tuple[int, ...]:
+        """The tokens whose own text starts with this ASCII text; searched for once for each text."""
+        found = self._starting_with.get(text)
+        if found is None:
+            vocabulary = self.backend.get_vocab()
+            found = tuple(sorted(number for token, number in vocabulary.items() if token.startswith(text)))
+            self._starting_with[text] = found
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to a text; several tokens may share the bytes of one character.
 
@@ -107,10 +117,16 @@ class Tokenizer:
         """The text of one token alone; U+FFFD where it is a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
-                            add_generation_prompt: bool = True, continue_final_message: bool = False,
-                            chat_template_kwargs: dict[str, Any] | None = None, add_special_tokens: bool = False,
-                            check: Callable[[str], None] | None = None) -> tuple[str, list[int]]:
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[int]]:
+        """The text of a conversation's prompt and its ids; see `encode_chat`."""
+        rendered, ids = self.encode_chat(messages, **options)
+        return rendered.text, ids
+
+    def encode_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+                    add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    chat_template_kwargs: dict[str, Any] | None = None, add_special_tokens: bool = False,
+                    wants_turn: bool = False,
+                    check: Callable[[str], None] | None = None) -> tuple[RenderedChat, list[int]]:
         """Apply the chat template and encode its text.
 
         Unless asked otherwise, only the template writes special tokens, the BOS token included: the text
@@ -123,10 +139,11 @@ class Tokenizer:
             continue_final_message: leave the last message open, for the model to continue it.
             chat_template_kwargs: further variables of the template.
             add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
+            wants_turn: tell what of the text belongs to the turn of the answer.
             check: called with the rendered text before it is tokenized; may raise.
 
         Returns:
-            The text of the prompt and its ids.
+            The prompt's text and its ids.
 
         Raises:
             RequestError: no template, one that refuses these messages, or bad arguments.
@@ -141,18 +158,20 @@ class Tokenizer:
         try:
             placeholders = Placeholders(self._special_pattern, (messages, tools, variables))
             job = TemplateJob(placeholders.hide(messages), placeholders.hide(tools), add_generation_prompt,
-                              continue_final_message, placeholders.hide(variables))
+                              continue_final_message, placeholders.hide(variables), wants_turn)
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
         render = self.render_chat_template or self.own_chat_template().render
-        text = render(job)
+        rendered = render(job)
+        text = rendered.text
         if check is not None:
             check(text)
         if placeholders.used:
             ids = self._encode_with_placeholders(text, placeholders, add_special_tokens)
         else:
             ids = self._encode(self.backend, text, add_special_tokens, "messages")
-        return placeholders.restore(text), self._with_one_bos(ids, add_special_tokens)
+        shown = RenderedChat(placeholders.restore(text), placeholders.restore(rendered.turn))
+        return shown, self._with_one_bos(ids, add_special_tokens)
 
     def own_chat_template(self) -> ChatTemplate:
         """The model's template, or the one given in its place."""

@@ -1,1 +1,1 @@
-"""Readers of what models write: tool calls and reasoning, out of a text that grows. Pure, and without dependencies."""
+"""Readers of what models write: tool calls and reasoning, out of a text that grows. Pure."""

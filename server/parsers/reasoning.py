@@ -1,8 +1,12 @@
-"""Reasoning in `<think>...</think>` before the answer."""
+"""Reasoning before the answer, between the marks of the model's format."""
 
+from collections.abc import Callable
+
+from jaxpaged.core.reasoning import ReasoningStart
 from jaxpaged.server.parsers.events import (
     Emit,
     EndOfText,
+    Event,
     ParseFunction,
     Parsing,
     Reasoning,
@@ -12,50 +16,54 @@ from jaxpaged.server.parsers.events import (
     read_until,
 )
 
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
-BEGIN, END = "<think>", "</think>"
 
-
-def think(*, always: bool) -> ParseFunction:
-    """`<think>...</think>` before the answer. White space around the reasoning belongs to neither part.
+def split_reasoning(start: ReasoningStart, *, exact: bool = False) -> ParseFunction:
+    """The parser that separates reasoning from the answer. White space around the reasoning belongs to neither.
 
     Args:
-        always: the text starts with reasoning, tag or not; otherwise only after an opening tag.
+        start: where the answer begins.
+        exact: the answer follows its mark at once, so that white space behind the mark is the answer's own.
     """
+    begin, end = start.format.begin, start.format.end
 
     def parse(emit: Emit) -> Parsing:
-        def answer(text: str) -> None:
-            emit(Text(text))
-
-        def reason(text: str) -> None:
-            emit(Reasoning(text))
-
-        held = ""
-        try:
-            while held.lstrip() != BEGIN and BEGIN.startswith(held.lstrip()):
-                held += yield
-        except EndOfText:
-            (reason if always else answer)(held)
-            raise
-        first = held.lstrip()
-        if first == BEGIN:
-            first = yield from read_non_space()
-        elif not always:
-            answer(held)
-            yield from pass_through(answer)
-        yield from read_until((END,), reason, space=True, held=first)
-        answer((yield from read_non_space()))
+        answer, reason = _releasing(emit, Text), _releasing(emit, Reasoning)
+        phase, held, first = start.phase, start.held, ""
+        if phase == "before" or (phase == "inside" and not held):
+            other = _releasing(emit, Text if phase == "before" else Reasoning, skip=len(held))
+            try:
+                while held.lstrip() != begin and begin.startswith(held.lstrip()):
+                    held += yield
+            except EndOfText:
+                other(held)
+                raise
+            if held.lstrip() == begin:
+                phase, first = "inside", (yield from read_non_space())
+            elif phase == "before":
+                phase = "after"
+                other(held)
+            else:
+                first = held
+        elif phase == "inside":
+            reason, first = _releasing(emit, Reasoning, skip=len(held)), held
+        if phase == "inside":
+            yield from read_until((end,), reason, space=True, held=first)
+            if not exact:
+                answer((yield from read_non_space()))
         yield from pass_through(answer)
 
     return parse
 
 
-def make_reasoning_parser(name: str, prompt: str) -> ParseFunction:
-    """The parser that separates reasoning from the answer.
+def _releasing(emit: Emit, kind: Callable[[str], Event], skip: int = 0) -> Callable[[str], None]:
+    """Emits text as events of one kind, without its first `skip` characters, which are the prompt's."""
+    left = skip
 
-    Args:
-        name: deepseek_r1 for models that always reason; qwen3 for those that may, and then open it themselves.
-        prompt: its text; if it ends with an open reasoning tag, the answer starts inside the reasoning.
-    """
-    assert name in REASONING_PARSERS, name
-    return think(always=name == "deepseek_r1" or prompt.rstrip().endswith(BEGIN))
+    def release(text: str) -> None:
+        nonlocal left
+        cut = min(left, len(text))
+        left -= cut
+        if text[cut:]:
+            emit(kind(text[cut:]))
+
+    return release

@@ -9,11 +9,13 @@ from jaxpaged.server.protocol.error_answers import to_json
 from jaxpaged.server.protocol.logprob_shapes import LogprobShape, prompt_entries
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int,
+          reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's usage object; `reasoning_tokens` is None where the model does not reason."""
+    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+            "prompt_tokens_details": {"cached_tokens": cached_tokens}, **details}
 
 
 _CHUNK_END = "}]}\n\n"

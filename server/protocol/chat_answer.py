@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxpaged.server.parsers.events import CallArguments, CallStart, Event, ParseFunction, Reasoning, StreamParser, Text
+from jaxpaged.server.protocol.reasoning_tokens import ReasoningTokens
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -16,6 +17,7 @@ class ChoiceParser:
     Args:
         reasoning: separates reasoning from the answer; None for models without.
         tools: finds calls in the answer; None without tools.
+        reasoning_tokens: counts the tokens of the reasoning; None for models without.
         show_reasoning: whether the client wants it.
         one_call: drop all calls but the first.
 
@@ -23,8 +25,10 @@ class ChoiceParser:
         called: whether there is a call.
     """
 
-    def __init__(self, reasoning: ParseFunction | None, tools: ParseFunction | None, *, show_reasoning: bool = True,
+    def __init__(self, reasoning: ParseFunction | None, tools: ParseFunction | None, *,
+                 reasoning_tokens: ReasoningTokens | None = None, show_reasoning: bool = True,
                  one_call: bool = False) -> None:
+        self.reasoning_tokens = reasoning_tokens
         self._reasoning = StreamParser(reasoning) if reasoning else None
         self._tools = StreamParser(tools) if tools else None
         self._show_reasoning, self._one_call = show_reasoning, one_call

@@ -208,8 +208,12 @@ class ChatCompletionRequest(_RequestBody):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def chat_sampling_params(self, defaults: Mapping[str, Any], use: ToolUse) -> SamplingParams:
-        """The sampling parameters of this request, adapted to its use of tools.
+    def chat_sampling_params(self, defaults: Mapping[str, Any], use: ToolUse, *,
+                             marks_are_special: bool = False) -> SamplingParams:
+        """The sampling parameters of this request, adapted to its use of tools and to the model's reasoning.
+
+        Args:
+            marks_are_special: the marks around the reasoning are special tokens, which the parser has to see.
 
         Raises:
             RequestError: see `sampling_params`.
@@ -220,8 +224,9 @@ class ChatCompletionRequest(_RequestBody):
                 raise RequestError("tool_choice cannot be combined with structured outputs; leave one out",
                                    param="tool_choice")
             params = replace(params, structured_outputs=StructuredOutputsParams(json=use.schema))
-        elif use.parse is not None and self.skip_special_tokens is None:
-            params = replace(params, skip_special_tokens=False)  # some models mark calls with special tokens
+        # Some models mark calls with special tokens, too.
+        if (marks_are_special or (use.parse is not None and use.schema is None)) and self.skip_special_tokens is None:
+            params = replace(params, skip_special_tokens=False)
         return params
 
 

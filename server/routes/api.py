@@ -22,13 +22,14 @@ from jaxpaged.frontend.input_processor import ProcessedRequest
 from jaxpaged.server.args import ServerConfig
 from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.engine.output_stream import OutputStream
-from jaxpaged.server.parsers.reasoning import make_reasoning_parser
+from jaxpaged.server.parsers.reasoning import split_reasoning
 from jaxpaged.server.protocol.answer_shape import AnswerShape
 from jaxpaged.server.protocol.body import Body, BodyReader
 from jaxpaged.server.protocol.chat_answer import ChoiceParser
 from jaxpaged.server.protocol.chat_tools import choose_tools
 from jaxpaged.server.protocol.error_answers import BodyTimeoutError, to_json
 from jaxpaged.server.protocol.logprob_shapes import LogprobShape
+from jaxpaged.server.protocol.reasoning_tokens import ReasoningTokens
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest, template_options
 from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect, read_body
 from jaxpaged.server.protocol.structure import structured_outputs_field
@@ -154,7 +155,7 @@ class Api:
         config = self.config
         use = choose_tools(body.tools, body.tool_choice, body.parallel_tool_calls,
                            config.tool_call_parser if config.enable_auto_tool_choice else None)
-        params = body.chat_sampling_params(self._defaults, use)
+        params = body.chat_sampling_params(self._defaults, use, marks_are_special=self._inputs.marks_are_special)
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
             keep = body.truncate_prompt_tokens
@@ -163,15 +164,16 @@ class Api:
             return self._inputs.process(request_id, prompt, params, priority=body.priority or 0,
                                         cache_salt=body.cache_salt, truncate_prompt_tokens=keep)
 
-        # Structured output leaves no room for reasoning.
-        reasons = config.reasoning_parser if params.structured_outputs is None else None
+        form = params.structured_outputs
 
         def make_parser(prepared: ProcessedRequest) -> ChoiceParser:
-            return ChoiceParser(make_reasoning_parser(reasons, prepared.prompt or "") if reasons else None, use.parse,
+            start, token_bytes = prepared.reasoning, self._tokenizer.token_bytes
+            return ChoiceParser(split_reasoning(start, exact=form is not None and not form.is_json) if start else None,
+                                use.parse, reasoning_tokens=ReasoningTokens(start, token_bytes) if start else None,
                                 show_reasoning=body.include_reasoning is not False, one_call=use.one_call)
 
         return await self._answer(request, body, params, [body.messages], prepare, use.finish_reason,
-                                  make_parser if reasons or use.parse else None)
+                                  make_parser if self._inputs.reasons or use.parse else None)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or a chat."""

@@ -120,9 +120,14 @@ class PendingCompletion:
 
     def _count_tokens(self, output: RequestOutput) -> None:
         self._cached[self._prompt_index[output.request_id]] = output.num_cached_tokens
+        first = self._prompt_index[output.request_id] * self._n
         for choice in output.outputs:
             self._completion_tokens += len(choice.token_ids)
+            parser = self._parsers.get(first + choice.index)
+            if parser is not None and parser.reasoning_tokens is not None:
+                parser.reasoning_tokens.add_tokens(choice.token_ids, choice.finish_reason is not None)
 
     def _usage(self) -> dict[str, Any]:
+        counts = [parser.reasoning_tokens.count for parser in self._parsers.values() if parser.reasoning_tokens]
         return usage(sum(len(request.prompt_token_ids) for request in self._requests), self._completion_tokens,
-                     sum(self._cached))
+                     sum(self._cached), sum(counts) if counts else None)

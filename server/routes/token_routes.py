@@ -51,7 +51,7 @@ class TokenRoutes:
             ids = self._inputs.encode(body.prompt, body.add_special_tokens is not False)
         else:
             ids = self._inputs.render_chat(body.messages, tools=check_tools(body.tools), may_be_long=True,
-                                           **template_options(body))["prompt_token_ids"]
+                                           **template_options(body)).token_ids
         texts = None
         if body.return_token_strs:
             texts = [self._tokenizer.token_bytes(number).decode(errors="replace") for number in ids]

@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxpaged.core.errors import RequestError
 from jaxpaged.server.sandbox.bounded_process import BoundedProcesses, CutOffError
-from jaxpaged.text.chat_template import ChatTemplate, TemplateJob
+from jaxpaged.text.chat_template import ChatTemplate, RenderedChat, TemplateJob
 
 
 class TemplateProcesses:
@@ -22,25 +22,25 @@ class TemplateProcesses:
         self._processes = BoundedProcesses(partial(_begin, *template.parts), name="templates", timeout=timeout,
                                            memory=memory, count=count, eager=True)
 
-    def render(self, job: TemplateJob) -> str:
+    def render(self, job: TemplateJob) -> RenderedChat:
         """The text of the prompt.
 
         Raises:
             RequestError: the template refuses the messages, or exceeds its time or memory.
         """
         try:
-            text: str = self._processes.run_job(job)
+            rendered: RenderedChat = self._processes.run_job(job)
         except CutOffError as error:
             raise RequestError(f"the chat template {error} on these messages "
                                "(--chat-template-timeout)", param="messages") from None
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
-        return text
+        return rendered
 
     def close(self) -> None:
         """Kill the processes."""
         self._processes.close()
 
 
-def _begin(sources: dict[str, str], special_tokens: dict[str, str]) -> Callable[[TemplateJob], str]:
+def _begin(sources: dict[str, str], special_tokens: dict[str, str]) -> Callable[[TemplateJob], RenderedChat]:
     return ChatTemplate(sources, special_tokens).render

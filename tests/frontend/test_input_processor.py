@@ -126,7 +126,7 @@ class NeverEncodes:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         raise AssertionError("this text must not be tokenized")
 
-    apply_chat_template = encode
+    encode_chat = encode
 
 
 def test_a_huge_text_is_refused_before_it_is_tokenized() -> None:
@@ -255,9 +255,9 @@ def test_a_schema_that_cannot_be_a_key_is_refused() -> None:
 def test_a_chat_becomes_a_prompt() -> None:
     made = processor(max_model_len=100)
     prompt = made.render_chat([{"role": "user", "content": [{"type": "text", "text": "hello"}]}])
-    assert prompt["prompt"] == "<s>[user]hello</s>[assistant]"
+    assert prompt.text == "<s>[user]hello</s>[assistant]"
     found = made.process("r", prompt, SamplingParams(max_tokens=None))
-    assert (found.prompt, list(found.prompt_token_ids)) == (prompt["prompt"], prompt["prompt_token_ids"])
+    assert (found.prompt, list(found.prompt_token_ids)) == (prompt.text, prompt.token_ids)
     assert found.prompt_token_ids.count(1) == 1
     with pytest.raises(ContextLengthError) as caught:
         processor(max_model_len=5).render_chat([{"role": "user", "content": "hello"}])

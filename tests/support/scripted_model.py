@@ -22,14 +22,15 @@ TEMPLATE = ("{% if tools %}{% for tool in tools %}[tool]{{ tool.function.name }}
             "{% if message.reasoning_content %}(thought: {{ message.reasoning_content }}){% endif %}"
             "{% for call in message.tool_calls or [] %}[call]{{ call.function.name }}"
             "{{ call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
-            "{% if add_generation_prompt %}[assistant]{% SCRIPTS %}{% endif %}")
+            "{% if add_generation_prompt %}[assistant]{{ opening or '' }}{% SCRIPTS %}{% endif %}")
 
 
 def write_scripted_model(folder: Path, scripts: Mapping[str, Sequence[str]], *, endless: Sequence[str] = (),
                          context: int = 2048) -> Path:
     """A model in Hugging Face layout.
 
-    What it answers is chosen with `chat_template_kwargs: {"script": NAME}`, or by a last message that is the name.
+    What it answers is chosen with `chat_template_kwargs: {"script": NAME}`, or by a last message that is the name. A
+    variable `opening` is the text that the answer's turn starts with.
 
     Args:
         scripts: name -> texts of the tokens that the model writes, all of them different, ASCII alone.

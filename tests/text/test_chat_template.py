@@ -61,7 +61,7 @@ messages = st.lists(st.fixed_dictionaries(
 @pytest.mark.parametrize("template", [CHATML_WITH_TOOLS, TRIMMED])
 def test_renders_what_transformers_renders(template: str, messages: list[dict[str, Any]], tools: Any, prompt: bool,
                                            variables: dict[str, Any]) -> None:
-    text = ChatTemplate(template, TOKENS).render(TemplateJob(messages, tools, prompt, variables=variables))
+    text = ChatTemplate(template, TOKENS).render(TemplateJob(messages, tools, prompt, variables=variables)).text
     [expected], _ = render_jinja_template([messages], tools=tools, chat_template=template,
                                           add_generation_prompt=prompt, **TOKENS, **variables)
     assert text == expected
@@ -72,13 +72,13 @@ def test_renders_what_transformers_renders(template: str, messages: list[dict[st
 def test_continues_the_last_message_as_transformers_does(template: str, messages: list[dict[str, Any]]) -> None:
     job = TemplateJob(messages, add_generation_prompt=False, continue_final_message=True)
     [expected], _ = render_jinja_template([messages], chat_template=template, continue_final_message=True, **TOKENS)
-    assert ChatTemplate(template, TOKENS).render(job) == expected
+    assert ChatTemplate(template, TOKENS).render(job).text == expected
 
 
 def test_the_tool_use_template_is_used_for_tools() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "{{ tools[0].function.name }}"}, {})
-    assert template.render(TemplateJob([])) == "plain"
-    assert template.render(TemplateJob([], TOOLS)) == "weather"
+    assert template.render(TemplateJob([])).text == "plain"
+    assert template.render(TemplateJob([], TOOLS)).text == "weather"
     with pytest.raises(RequestError, match="rag"):
         ChatTemplate({"rag": "x"}, {}).render(TemplateJob([]))
 
@@ -101,7 +101,7 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
 def test_templates_cannot_leave_the_sandbox(template: str) -> None:
     messages = [{"role": "user", "content": "a"}]
     try:
-        text = ChatTemplate(template, {}).render(TemplateJob(messages))
+        text = ChatTemplate(template, {}).render(TemplateJob(messages)).text
     except RequestError:
         pass
     else:

@@ -101,7 +101,7 @@ def test_chat_equals_transformers(smollm2: Tokenizer, reference: Any) -> None:
                 {"role": "assistant", "content": "It"}]
     for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False},
                     {"add_generation_prompt": False, "continue_final_message": True}):
-        text, ids = smollm2.apply_chat_template(messages, **options)  # type: ignore[arg-type]
+        text, ids = smollm2.apply_chat_template(messages, **options)
         assert text == reference.apply_chat_template(messages, tokenize=False, **options)
         assert ids == reference.apply_chat_template(messages, return_dict=False, **options)
 

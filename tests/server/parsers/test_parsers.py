@@ -1,12 +1,14 @@
 """Tool calls and reasoning in what models write: the result does not depend on how the text is split."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpaged.core.reasoning import REASONING_FORMATS
 from jaxpaged.server.parsers.events import (
     CallArguments,
     CallStart,
@@ -16,7 +18,7 @@ from jaxpaged.server.parsers.events import (
     Text,
     merge_events,
 )
-from jaxpaged.server.parsers.reasoning import make_reasoning_parser
+from jaxpaged.server.parsers.reasoning import split_reasoning
 from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS, named_call, required_calls
 
 # Characters that make tags, brackets and strings likely.
@@ -31,8 +33,8 @@ names = st.text(st.characters(categories=("L", "N"), include_characters="_-."), 
 calls = st.lists(st.tuples(names, st.dictionaries(st.text(max_size=5), values, max_size=3)), max_size=3)
 words = st.text(st.characters(codec="utf-8", exclude_characters="<[{"), max_size=15)
 PARSERS: dict[str, ParseFunction] = {**TOOL_PARSERS, "required": required_calls, "named": named_call("f"),
-                                     "r1": make_reasoning_parser("deepseek_r1", ""),
-                                     "qwen3": make_reasoning_parser("qwen3", "")}
+                                     "r1": split_reasoning(REASONING_FORMATS["deepseek_r1"].start_of_answer("")),
+                                     "qwen3": split_reasoning(REASONING_FORMATS["qwen3"].start_of_answer(""))}
 
 
 def parse(function: ParseFunction, *chunks: str) -> list[Any]:
@@ -148,7 +150,35 @@ def test_cases(name: str, text: str, expected: list[Any]) -> None:
 
 
 def test_a_prompt_that_opens_the_reasoning() -> None:
-    assert parse(make_reasoning_parser("qwen3", "...<think>\n"), "hm</think>Yes") == [Reasoning("hm"), Text("Yes")]
+    start = REASONING_FORMATS["qwen3"].start_of_answer("...<think>\n")
+    assert parse(split_reasoning(start), "hm</think>Yes") == [Reasoning("hm"), Text("Yes")]
+
+
+@pytest.mark.parametrize(("turn", "text", "expected"), [
+    ("<think>\nLet me", " see</think>\n\nYes", [Reasoning(" see"), Text("Yes")]),
+    ("<think>Done.</thi", "nk> Yes", [Text("Yes")]), ("<think>Done.</thi", "s is", [Reasoning("s is")]),
+    ("<think>\n\n</think>\n\n", "<think> is a tag", [Text("<think> is a tag")]),
+    ("<thi", "nk>hm</think>Yes", [Reasoning("hm"), Text("Yes")]), ("<thi", "s is", [Text("s is")]),
+    ("The answer", " is 4</think>", [Text(" is 4</think>")]), ("<think>a</think>The", " end", [Text(" end")]),
+])
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "mistral"])
+def test_an_answer_goes_on_where_the_prompt_stops(name: str, turn: str, text: str, expected: list[Any]) -> None:
+    form = REASONING_FORMATS[name]
+
+    def spelled(given: str) -> str:
+        marks = {"<think>": form.begin, "</think>": form.end, "<thi": form.begin[:4], "</thi": form.end[:5],
+                 "nk>": form.begin[4:]}
+        return re.sub("|".join(map(re.escape, marks)), lambda found: marks[found[0]], given)
+
+    start = form.start_of_answer(spelled(turn), words=spelled(turn))
+    events = [type(event)(spelled(event.text)) for event in expected]
+    for chunks in ([spelled(text)], list(spelled(text))):
+        assert parse(split_reasoning(start), *chunks) == events
+
+
+def test_an_exact_answer_keeps_its_white_space() -> None:
+    start = REASONING_FORMATS["deepseek_r1"].start_of_answer("")
+    assert parse(split_reasoning(start, exact=True), "hm\n</think>\n yes") == [Reasoning("hm"), Text("\n yes")]
 
 
 def test_arguments_are_emitted_while_they_are_written() -> None:

@@ -1,6 +1,7 @@
 """Tools, reasoning and templates over HTTP: a model made to write calls, OpenAI's own client library to read them."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ SCRIPTS = {
     "think": ["<think>\n", "The user greets", " me.", "\n</think>", "\n\n", "Hello", "!"],
     "both": ["<think>", "A tool helps.", "</think>", "<tool_call> ", '{"arguments": {"city": "Oslo"}',
              ', "name": "weather" }', "</tool_call> "],
+    "rest": [" so 2.", "</th", "ink>", " It is", " 2."],
     "words": ["Just", " words", " <tool", " and <|", "tool_call>"],
 }
 TOOLS: list[Any] = [{"type": "function", "function": {
@@ -97,6 +99,12 @@ def test_calls_and_reasoning_streamed_and_whole(client: openai.OpenAI, script: s
     streamed, streamed_reason, _ = stream(client, script)
     assert (streamed, streamed_reason) == (message, reason)
     assert answer.usage.completion_tokens == len(SCRIPTS[script]) + 1
+    expected = {"think": 4, "both": 1}.get(script, 0)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == expected
+    usages = [chunk.usage for chunk in ask(client, script, stream=True, stream_options={
+        "include_usage": True, "continuous_usage_stats": True})]
+    assert usages[-1].completion_tokens_details == answer.usage.completion_tokens_details
+    assert usages[0].completion_tokens_details.reasoning_tokens <= 1
 
 
 def test_a_call_cut_by_the_limit(client: openai.OpenAI) -> None:
@@ -209,6 +217,65 @@ def test_continuing_the_last_message(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="m", messages=messages, temperature=0,
                                             extra_body={"continue_final_message": True})
     assert answer.choices[0].message.content == " words <tool and <|tool_call>"
+
+
+CITY_SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"],
+               "additionalProperties": False}
+
+
+@pytest.mark.parametrize(("field", "value", "pattern"), [
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY_SCHEMA}},
+     r'\{\s*"city"\s*:\s*"Rome"\s*\}'),
+    ("response_format", {"type": "json_object"}, r"\{.*"), ("guided_json", CITY_SCHEMA, r'\{\s*"city".*\}'),
+    ("structured_outputs", {"regex": "[0-9]{3} ?x"}, "[0-9]{3} ?x"),
+    ("structured_outputs", {"choice": [" b", "c"]}, " b|c"),
+    ("structured_outputs", {"grammar": 'start: "é" /[a-c]{2}/'}, "é[a-c]{2}"),
+    ("guided_grammar", 'root ::= "yes" | "no"', "yes|no"),
+])
+def test_a_form_begins_behind_the_reasoning(client: openai.OpenAI, field: str, value: Any, pattern: str) -> None:
+    for script, reasoning, opening in (("think", "The user greets me.", ""), ("rest", " so 2.", "<think>1 and 1,"),
+                                       ("words", None, ""), ("words", None, "<think>\n\n</think>\n\n")):
+        more: dict[str, Any] = {"tools": None, "max_tokens": 60, "extra_body": {
+            field: value, "chat_template_kwargs": {"script": script, "opening": opening}}}
+        whole = ask(client, script, **more).choices[0]
+        message, reason = simple(whole)
+        assert message["reasoning_content"] == reasoning
+        assert re.fullmatch(pattern, message["content"], re.DOTALL), message["content"]
+        assert reason == ("length" if value == {"type": "json_object"} else "stop")
+        assert stream(client, script, **more)[:2] == (message, reason)
+
+
+def test_the_limit_may_end_the_reasoning(client: openai.OpenAI) -> None:
+    more: dict[str, Any] = {"tools": None, "max_tokens": 3, "extra_body": {"structured_outputs": {"choice": ["a"]}}}
+    answer = ask(client, "think", **more)
+    message, reason = simple(answer.choices[0])
+    assert (message["content"], message["reasoning_content"], reason) == (None, "The user greets me.", "length")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+    assert stream(client, "think", **more)[:2] == (message, reason)
+
+
+def test_calls_that_are_demanded_follow_the_reasoning(client: openai.OpenAI) -> None:
+    more: dict[str, Any] = {"tools": CITY, "tool_choice": "required", "max_tokens": 300, "parallel_tool_calls": False}
+    message, reason = simple(ask(client, "think", **more).choices[0])
+    assert message["reasoning_content"] == "The user greets me." and reason == "tool_calls"
+    assert message["content"] is None and len(message["tool_calls"]) == 1
+    assert stream(client, "think", **more)[:2] == (message, reason)
+
+
+def test_continuing_open_reasoning(client: openai.OpenAI) -> None:
+    for content, expected in (("<think>1 and 1 so 2.", ("It is 2.", None)), ("<think>So", ("", None)),
+                              ("Just", (" words <tool and <|tool_call>", None)),
+                              ("<think>x</think>Just", (" words <tool and <|tool_call>", None)),
+                              ("<think>Just", (None, " words <tool and <|tool_call>"))):
+        messages = [*HELLO, {"role": "assistant", "content": content}]
+        for streamed in (False, True):
+            body: dict[str, Any] = {"model": "m", "messages": messages, "temperature": 0, "stream": streamed,
+                                    "extra_body": {"continue_final_message": True}}
+            answer = client.chat.completions.create(**body)
+            parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
+            found = tuple("".join(getattr(part, name, None) or "" for part in parts)
+                          for name in ("content", "reasoning_content"))
+            assert found == tuple(text or "" for text in expected), content
 
 
 def test_neither_the_log_nor_the_processes_show_trouble(server: LiveServer) -> None:

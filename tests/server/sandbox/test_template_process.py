@@ -24,7 +24,7 @@ def processes() -> Iterator[TemplateProcesses]:
 
 
 def ask(processes: TemplateProcesses, content: Any) -> str:
-    return processes.render(TemplateJob([{"role": "user", "content": content}]))
+    return processes.render(TemplateJob([{"role": "user", "content": content}])).text
 
 
 def test_what_runs_too_long_or_grows_too_large_is_cut_off(processes: TemplateProcesses) -> None:
