@@ -1,7 +1,8 @@
-"""One row per parameter: the checkpoint's tensor name, our parameter path, and how one becomes the other.
+"""One row per parameter: the checkpoint's tensors, our parameter path, and how these become that.
 
-A row serves all layers: `{i}` in both names is the layer number. Transforms are named so that a table reads
-like a list of facts; each takes and returns a numpy array.
+A row serves all layers: `{i}` in names and path is the layer number. It serves all experts of a layer, too: tensors
+with `{e}` in their names are stacked along a new first axis. Transforms are named so that a table reads like a list of
+facts; each takes and returns a numpy array.
 """
 
 from collections.abc import Callable
@@ -9,21 +10,71 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpaged.models.config import ModelConfig
+
 Transform = Callable[[np.ndarray], np.ndarray]
-Axes = tuple[str | None, ...]  # names of a parameter's axes that devices may share out; None, or left out: whole
+# Names of a parameter's axes that devices may share out; None, or left out: whole. Several names: a fused axis, along
+# which parameters with these axes lie one after the other.
+Axes = tuple[str | tuple[str, ...] | None, ...]
+Bounds = Callable[[ModelConfig, int], tuple[slice, ...]]
+
+# The size of a logical axis in a layer, where it is a part of a fused axis.
+AXIS_SIZES: dict[str, Callable[[ModelConfig, int], int]] = {
+    "heads": lambda config, layer: config.attention[layer].num_heads * config.attention[layer].head_dim,
+    "kv_heads": lambda config, layer: config.attention[layer].num_kv_heads * config.attention[layer].head_dim,
+    "mlp": lambda config, layer: config.layers[layer].mlp.dim,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A part of a tensor, the only one that is read.
+
+    `bounds` of a config and a layer says from where to where on each axis of the tensor; axes left out are whole.
+    """
+
+    tensor: str
+    bounds: Bounds
+
+
+Source = str | TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
     """`tensor` in the checkpoint (Hugging Face spelling) becomes the parameter at `path` after `transform`.
 
-    `axes` are the parameter's, after the transform: "heads", "kv_heads", "mlp" or "vocab".
+    Several tensors, each transformed, become one parameter along its fused axis, in the order of the axis' names. A
+    single tensor that a checkpoint has fused already needs no more than the names.
+
+    `axes` are the parameter's, after the transform: "heads", "kv_heads", "mlp", "vocab", or "experts".
     """
 
-    tensor: str
+    tensor: Source | tuple[Source, ...]
     path: str
     transform: Transform
     axes: Axes = ()
+
+    @property
+    def sources(self) -> tuple[TensorSlice, ...]:
+        """The tensors, each as a slice."""
+        tensors = self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
+        return tuple(TensorSlice(item, whole) if isinstance(item, str) else item for item in tensors)
+
+    @property
+    def fused_axis(self) -> int | None:
+        """The number of the parameter's fused axis, if there is one."""
+        return next((axis for axis, name in enumerate(self.axes) if isinstance(name, tuple)), None)
+
+    def fused_sizes(self, config: ModelConfig, layer: int) -> tuple[int, ...]:
+        """The size of each part of the fused axis."""
+        names = () if self.fused_axis is None else self.axes[self.fused_axis]
+        return tuple(AXIS_SIZES[name](config, layer) for name in names or ())
+
+
+def whole(config: ModelConfig, layer: int) -> tuple[slice, ...]:
+    """All of a tensor."""
+    return ()
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:

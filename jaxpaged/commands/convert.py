@@ -67,8 +67,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     dtype = model_dtype(arguments.dtype, config, "cuda")
     definition = define(family, dtype, config, Partition())
     params = load_params(
-        definition.stored, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
-        tied=config.tie_embeddings, dtype=dtype, keep_in_place=True, progress=True)
+        definition.stored, family.weights, checkpoint, config=config, ignored=family.ignored, dtype=dtype,
+        keep_in_place=True, progress=True)
     return_free_memory()
     out.mkdir(parents=True, exist_ok=True)
     with _bar(out, definition.weight_bytes):

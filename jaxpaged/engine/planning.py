@@ -22,6 +22,7 @@ from jaxpaged.execution.sharding import (
     TENSOR,
     Partition,
     axes_tree,
+    held_shapes,
     padded,
     partition_of,
     possible_sizes,
@@ -59,9 +60,9 @@ class ModelDefinition:
     Attributes:
         config: sizes as the devices hold them; the vocabulary and the MLP may be padded.
         graph: the module's definition.
-        shapes: shape and dtype of every parameter, as nested dicts.
-        axes: logical axes of every parameter, in the same tree.
-        stored: shapes without padding, as checkpoints have them.
+        shapes: shape and dtype of every parameter on the devices, as nested dicts.
+        axes: of every parameter, in the same tree.
+        stored: shapes as checkpoints have them, without padding and what devices hold twice.
         vocab_size: without padding.
     """
 
@@ -105,9 +106,11 @@ def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition
         return graph, nnx.to_pure_dict(state)
 
     held = padded(config, partition)
-    graph, shapes = split(held)
-    stored = shapes if held == config else split(config)[1]
-    return ModelDefinition(held, graph, shapes, axes_tree(shapes, family.weights), stored, config.vocab_size)
+    graph, stored = split(held)
+    if held != config:
+        stored = split(config)[1]
+    axes = axes_tree(stored, family.weights, config, partition)
+    return ModelDefinition(held, graph, held_shapes(stored, axes, partition), axes, stored, config.vocab_size)
 
 
 def temporaries_by_bound(layout: EngineLayout, model: ModelConfig, tokens: int | None = None) -> int:
@@ -191,7 +194,7 @@ def make_layout(
                "numbers the kernels can address 2 GiB per layer")
         found = layout_with(addressable, temporary_bytes)
     if not found.memory.fits:
-        raise ConfigError(refusal(found.memory, _remedies(found, config, model, whole, on_cpu)))
+        raise ConfigError(refusal(found.memory, _remedies(found, config, model, definition, on_cpu)))
     if found.memory.tokens < max_model_len:
         report(f"the KV pool holds {found.memory.tokens:,} tokens: the context is lowered from {max_model_len:,} to "
                "that; --kv-cache-memory-bytes or --num-gpu-blocks-override make it larger")
@@ -206,7 +209,8 @@ def lengths_of_interest(max_model_len: int) -> tuple[int, ...]:
 
 
 def _remedies(
-    layout: EngineLayout, config: EngineConfig, model: ModelConfig, whole: ModelDefinition, on_cpu: bool
+    layout: EngineLayout, config: EngineConfig, model: ModelConfig,
+    definition: Callable[[ModelConfig, Partition], ModelDefinition], on_cpu: bool,
 ) -> list[str]:
     """Flags that would each make room by themselves."""
     memory, size, min_pool = layout.memory, layout.partition.size, 2 * layout.memory.block_bytes
@@ -224,8 +228,12 @@ def _remedies(
     found = []
     # On CPU all devices share one memory.
     for count in possible_sizes(model) if not on_cpu else ():
-        share = shard_bytes(whole.shapes, whole.axes, partition_of(model, count))
-        if count > size and fits(share):
+        if count <= size:
+            continue
+        partition = partition_of(model, count)
+        whole = definition(model, partition)
+        share = shard_bytes(whole.shapes, whole.axes, partition)
+        if fits(share):
             found.append(f"--tensor-parallel-size {count}, whose devices hold {_gib(share)} of weights each")
             break
     if layout.dtype.itemsize == 4 and fits(memory.weight_bytes // 2):

@@ -195,7 +195,7 @@ def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
     found = model_of(config, checkpoint.config, device.platform)
     eos = found.config.eos_token_ids + eos_ids(checkpoint.generation_config, "generation_config.json")
     return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
-                   load=partial(_load, checkpoint, find_family(checkpoint.config), found.dtype))
+                   load=partial(_load, checkpoint, find_family(checkpoint.config), found))
 
 
 def model_of(config: EngineConfig, hf: dict[str, Any], platform: str) -> ModelSource:
@@ -225,23 +225,23 @@ def _from_memory(model: InMemoryModel) -> ModelSource:
         return replace(found, shapes=shapes)
 
     def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
-        return placed(model.params, programs.params, programs.placement)
+        return placed(model.params, programs.params, definition.axes, programs.placement)
 
     return ModelSource(config, dtype, like_the_params, load)
 
 
 def _load(
-    checkpoint: Checkpoint | OrbaxCheckpoint, family: ModelFamily, dtype: jnp.dtype, definition: ModelDefinition,
+    checkpoint: Checkpoint | OrbaxCheckpoint, family: ModelFamily, source: ModelSource, definition: ModelDefinition,
     programs: ProgramSet, progress: bool,
 ) -> Params:
-    config, placement = definition.config, programs.placement
+    placement = programs.placement
     on_cpu = placement.devices[0].platform == "cpu"
     if isinstance(checkpoint, OrbaxCheckpoint):
-        return checkpoint.load(definition.stored, programs.params, keep_in_place=on_cpu and placement.mesh is None,
-                               progress=progress)
+        return checkpoint.load(definition.stored, programs.params, definition.axes,
+                               keep_in_place=on_cpu and placement.mesh is None, progress=progress)
     return load_params(
-        definition.stored, family.weights, checkpoint, num_layers=config.num_layers, ignored=family.ignored,
-        tied=config.tie_embeddings, dtype=dtype, wanted=programs.params, keep_in_place=on_cpu, progress=progress)
+        definition.stored, family.weights, checkpoint, config=source.config, ignored=family.ignored,
+        dtype=source.dtype, wanted=programs.params, axes=definition.axes, keep_in_place=on_cpu, progress=progress)
 
 
 def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs: ProgramSet, *, lazily: bool) -> Params:

@@ -21,6 +21,7 @@ from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import Params
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, StepShape
+from jaxpaged.models.param_layout import ParamAxes
 from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.block_pool import NULL_BLOCK
 from jaxpaged.scheduling.kv_manager import Transfers
@@ -55,21 +56,23 @@ class StepInFlight:
         return [None if count is None else unpack_row(row, count) for count, row in zip(wanted, rows, strict=False)]
 
 
-def placed(params: Mapping[Any, Any], shapes: Params, placement: Placement) -> Params:
+def placed(params: Mapping[Any, Any], shapes: Params, axes: Params, placement: Placement) -> Params:
     """Weights on their devices; those already there stay, host arrays are copied.
 
     Args:
+        params: each as stored, or as the devices hold it.
         shapes: shape and sharding of each, in a tree like `params`; padding for the mesh is zeros.
+        axes: of each.
     """
-    def place(leaf: Any, shape: Any) -> jax.Array:
+    def place(leaf: Any, shape: Any, names: ParamAxes) -> jax.Array:
         if placement.mesh is None:
             # On CPU JAX would use the numpy array's memory, and its owner may still write to it.
             return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), shape.sharding)
         if isinstance(leaf, jax.Array) and leaf.shape == shape.shape:
             return jax.device_put(leaf, shape.sharding)
-        return placement.put(np.asarray(leaf), shape)
+        return placement.put(np.asarray(leaf), shape, names)
 
-    return dict(jax.tree.map(place, params, shapes))
+    return dict(jax.tree.map(place, params, shapes, axes))
 
 
 class ModelRunner:
@@ -79,7 +82,7 @@ class ModelRunner:
         programs: the compiled set.
         params: the weights on their devices.
         pools: zeroed pools on their devices; the runner owns them from now on.
-        stored: shapes of the weights without the padding for the mesh.
+        stored: shapes of the weights as checkpoints have them.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class ModelRunner:
 
         if shapes(params) not in (shapes(self._params), shapes(self._stored)):
             raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
-        self._params = placed(params, self._programs.params, self._programs.placement)
+        self._params = placed(params, self._programs.params, self._programs.axes, self._programs.placement)
 
     def _allowed(self, step: SchedulerOutput, rows: int) -> jax.Array | np.ndarray:
         """Allowed tokens of each sampled row: all, on the device already, unless a row has a matcher."""

@@ -30,12 +30,13 @@ class ArgumentShapes:
 
     Args:
         params: shapes of the weights.
-        axes: logical axes of the weights, in a tree like `params`.
+        axes: of each weight, in a tree like `params`.
         num_logits: V, padding for the mesh included.
         units: U, units of a block in every KV group.
 
     Attributes:
         params, pools: with their shardings.
+        axes: of the weights.
         slots: their number, the null slot included.
         table: the block table; last_id: the last token id of each slot.
     """
@@ -50,6 +51,7 @@ class ArgumentShapes:
         self.units = units
         self.shape = shape
         self.slots = shape.max_num_seqs + 1
+        self.axes = axes
         self.params = jax.tree.map(self._like, params, spec_tree(axes))
         self.pools = self.blocks(shape.num_blocks)
         self.table = self.table_rows(self.slots)

@@ -115,6 +115,11 @@ class ProgramSet:
         return self.shapes.params
 
     @property
+    def axes(self) -> Params:
+        """Axes of the weights."""
+        return self.shapes.axes
+
+    @property
     def key(self) -> dict[str, str]:
         """Everything that the programs depend on."""
         partition = self.placement.partition

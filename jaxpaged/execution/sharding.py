@@ -6,7 +6,7 @@ their query heads. Everything else that is sharded is sharded over both. With as
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution.vocab_shards import VocabShards
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.weight_rules import Axes, WeightRule
+from jaxpaged.models.param_layout import FusedAxis, ParamAxes, put_sharded
+from jaxpaged.models.weight_rules import WeightRule
 
 KV, SHARE = "kv", "share"
 TENSOR = (KV, SHARE)
@@ -29,6 +30,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": (KV,),
     "mlp": TENSOR,
     "vocab": TENSOR,
+    "experts": (),
 }
 
 
@@ -44,8 +46,10 @@ class Partition:
         """Number of devices."""
         return self.kv * self.share
 
-    def shards(self, axis: str | None) -> int:
+    def shards(self, axis: str | FusedAxis | None) -> int:
         """The number of shards of a logical axis."""
+        if isinstance(axis, FusedAxis):
+            return axis.devices
         sizes = {KV: self.kv, SHARE: self.share}
         return math.prod(sizes[name] for name in MESH_AXES[axis]) if axis else 1
 
@@ -82,31 +86,49 @@ def padded(config: ModelConfig, partition: Partition) -> ModelConfig:
     return config.replace(vocab_size=up(config.vocab_size), layers=layers)
 
 
-def axes_tree(shapes: Mapping[Any, Any], rules: Sequence[WeightRule]) -> dict[Any, Any]:
-    """Logical axes of every parameter, in a tree like `shapes`; a parameter without a rule is replicated."""
-    table = {rule.path: rule.axes for rule in rules}
+def axes_tree(
+    shapes: Mapping[Any, Any], rules: Sequence[WeightRule], config: ModelConfig, partition: Partition
+) -> dict[Any, Any]:
+    """The axes of every parameter, in a tree like `shapes`; a parameter without a rule is replicated."""
+    table = {rule.path: rule for rule in rules}
 
-    def walk(tree: Mapping[Any, Any], path: tuple[str, ...]) -> dict[Any, Any]:
-        return {
-            key: walk(value, (*path, _generic(key))) if isinstance(value, Mapping)
-            else table.get(".".join((*path, _generic(key))), ())
-            for key, value in tree.items()
-        }
+    def walk(tree: Mapping[Any, Any], path: tuple[Any, ...]) -> dict[Any, Any]:
+        return {key: walk(value, (*path, key)) if isinstance(value, Mapping) else find((*path, key))
+                for key, value in tree.items()}
+
+    def find(path: tuple[Any, ...]) -> ParamAxes:
+        rule = table.get(".".join("{i}" if _is_number(key) else str(key) for key in path))
+        layer = next((int(key) for key in path if _is_number(key)), 0)
+        return () if rule is None else tuple(
+            _fused(name, rule.fused_sizes(config, layer), partition) if isinstance(name, tuple) else name
+            for name in rule.axes)
 
     return walk(shapes, ())
 
 
+def held_shapes(stored: Mapping[Any, Any], axes: Mapping[Any, Any], partition: Partition) -> dict[Any, Any]:
+    """The parameters' shapes as the devices hold them, together."""
+    def held(leaf: Any, names: ParamAxes) -> jax.ShapeDtypeStruct:
+        shape: list[int] = []
+        for axis, size in enumerate(leaf.shape):
+            name = names[axis] if axis < len(names) else None
+            shards = partition.shards(name)
+            shape += [shards, name.width] if isinstance(name, FusedAxis) else [-(-size // shards) * shards]
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return dict(jax.tree.map(held, stored, axes))
+
+
 def shard_bytes(shapes: Mapping[Any, Any], axes: Mapping[Any, Any], partition: Partition) -> int:
     """Bytes of the parameters that each device holds."""
-    return sum(
-        leaf.size * leaf.dtype.itemsize // math.prod(partition.shards(name) for name in names)
-        for leaf, names in _pairs(shapes, axes)
-    )
+    return sum(jax.tree.leaves(jax.tree.map(
+        lambda leaf, names: leaf.size * leaf.dtype.itemsize // math.prod(map(partition.shards, names)), shapes, axes)))
 
 
-def spec_of(axes: Axes) -> PartitionSpec:
-    """Where the mesh cuts an array with these logical axes."""
-    return PartitionSpec(*(MESH_AXES[name] if name else None for name in axes))
+def spec_of(axes: ParamAxes) -> PartitionSpec:
+    """Where the mesh cuts an array with these axes."""
+    return PartitionSpec(*(entry for name in axes for entry in (
+        (TENSOR, None) if isinstance(name, FusedAxis) else (MESH_AXES[name] or None if name else None,))))
 
 
 def spec_tree(axes: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -152,23 +174,14 @@ class Placement:
     def sharding(self, spec: PartitionSpec = REPLICATED) -> jax.sharding.Sharding:
         return NamedSharding(self.mesh, spec) if self.mesh else SingleDeviceSharding(self.devices[0])
 
-    def put(self, array: np.ndarray, wanted: Any) -> jax.Array:
+    def put(self, array: np.ndarray, wanted: Any, axes: ParamAxes = ()) -> jax.Array:
         """A host array on its devices, each with its own shard only.
 
         Args:
             wanted: shape and sharding; zeros fill the array up to that shape.
+            axes: of a parameter.
         """
-        if self.mesh is None:
-            return jax.device_put(array, wanted.sharding)
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            found: np.ndarray = array[index]
-            missing = [(0, len(range(*part.indices(size))) - have)
-                       for part, size, have in zip(index, wanted.shape, found.shape, strict=True)]
-            return np.pad(found, missing) if any(after for _, after in missing) else found
-
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, shard)
+        return jax.device_put(array, wanted.sharding) if self.mesh is None else put_sharded(array, wanted, axes)
 
     def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` as each device runs it on its own shards; on one device, `function` itself."""
@@ -178,13 +191,10 @@ class Placement:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _generic(key: object) -> str:
-    return "{i}" if isinstance(key, int) or str(key).isdigit() else str(key)
+def _fused(names: tuple[str, ...], sizes: tuple[int, ...], partition: Partition) -> FusedAxis | None:
+    """On one device there is nothing to share out."""
+    return FusedAxis(sizes, tuple(map(partition.shards, names)), partition.size) if partition.size > 1 else None
 
 
-def _pairs(shapes: Mapping[Any, Any], axes: Mapping[Any, Any]) -> Iterator[tuple[Any, Axes]]:
-    for key, value in shapes.items():
-        if isinstance(value, Mapping):
-            yield from _pairs(value, axes[key])
-        else:
-            yield value, axes[key]
+def _is_number(key: object) -> bool:
+    return str(key).isdigit()

@@ -11,9 +11,7 @@ from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.loading.hf_checkpoint import HfCheckpoint
 from jaxpaged.loading.json_files import read_json
 from jaxpaged.loading.orbax import OrbaxCheckpoint, is_orbax
-
-# A part of a tensor, from start to stop on each axis.
-Part = tuple[slice, ...]
+from jaxpaged.models.param_layout import Part
 
 _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
 

@@ -18,6 +18,7 @@ from jaxpaged.core.errors import CheckpointError, first_line
 from jaxpaged.loading.host_memory import HostArena, large_blocks_returned
 from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
+from jaxpaged.models.param_layout import FusedAxis, put_sharded
 
 FOLDER = "params"  # inside the model's directory
 _CHUNK_BYTES = 4 * 2**20  # a shard is read in whole chunks
@@ -41,35 +42,40 @@ class OrbaxCheckpoint:
         self.generation_config = read_generation_config(path)
 
     def load(
-        self, stored: Mapping[Any, Any], wanted: Mapping[Any, Any], *, keep_in_place: bool = False,
-        progress: bool = False,
+        self, stored: Mapping[Any, Any], wanted: Mapping[Any, Any], axes: Mapping[Any, Any], *,
+        keep_in_place: bool = False, progress: bool = False,
     ) -> dict[Any, Any]:
         """Read all parameters; besides them the host holds no more than the largest one.
 
         Args:
             stored: shapes that the arrays should have, in the tree of the parameters.
             wanted: shape, dtype and sharding to restore each to; zeros fill up what is larger than stored.
+            axes: of each on its devices. What has a fused axis is read as a whole first.
             keep_in_place: the one device is a CPU: put all in one arena, in huge pages.
             progress: show a bar.
 
         Raises:
             CheckpointError: the arrays are not those of the model; the text lists every one that differs.
         """
-        targets = dict(leaves(wanted))
-        self._check(dict(leaves(stored)))
+        targets, expected = dict(leaves(wanted)), dict(leaves(stored))
+        self._check(expected)
+        fused = {path: names for path, names in leaves(axes) if any(isinstance(name, FusedAxis) for name in names)}
         sizes = {path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for path, leaf in targets.items()}
         arena = HostArena(sum(sizes.values()), len(sizes)) if keep_in_place else None
         params: dict[Any, Any] = {}
         with large_blocks_returned(), tqdm(total=sum(sizes.values()), unit="B", unit_scale=True,
                                            desc="Loading weights", disable=not progress) as bar:
             for batch in _batches(sizes):
-                found = self._restore({path: targets[path] for path in batch}, on_host=arena is not None)
+                found = self._restore({path: targets[path] for path in batch},
+                                      {path: expected[path].shape for path in batch if arena or path in fused})
                 for path in batch:
                     array = found.pop(path)
                     if arena is not None:
                         memory = arena.allocate(sizes[path]).view(array.dtype).reshape(array.shape)
                         memory[...] = array
                         array = jax.device_put(memory, targets[path].sharding)
+                    elif path in fused:
+                        array = put_sharded(array, targets[path], fused[path])
                     insert(params, path, jax.block_until_ready(array))
                     del array
                     bar.update(sizes[path])
@@ -92,15 +98,16 @@ class OrbaxCheckpoint:
         if problems:
             raise mismatch(self.path, problems)
 
-    def _restore(self, targets: dict[KeyPath, Any], *, on_host: bool) -> dict[KeyPath, Any]:
+    def _restore(self, targets: dict[KeyPath, Any], on_host: dict[KeyPath, tuple[int, ...]]) -> dict[KeyPath, Any]:
+        """Arrays on their devices; those of `on_host`, which have these shapes, in numpy."""
         import orbax.checkpoint as ocp
 
         item: dict[Any, Any] = {}
         how: dict[Any, Any] = {}
         for path, leaf in targets.items():
             name = tuple(map(str, path))
-            insert(item, name, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-            insert(how, name, ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype) if on_host else
+            insert(item, name, jax.ShapeDtypeStruct(on_host.get(path, leaf.shape), leaf.dtype))
+            insert(how, name, ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype) if path in on_host else
                     ocp.ArrayRestoreArgs(dtype=leaf.dtype, sharding=leaf.sharding, global_shape=leaf.shape,
                                          strict=False))
         try:

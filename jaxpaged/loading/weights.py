@@ -6,18 +6,23 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from jaxpaged.core.errors import CheckpointError
-from jaxpaged.loading.checkpoint import Checkpoint, Part
+from jaxpaged.loading.checkpoint import Checkpoint
 from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.param_layout import ParamAxes, Part, shard_sources
 from jaxpaged.models.weight_rules import Transform, WeightRule
 
 # Dequantizing releases the interpreter lock; more threads than this gain little.
@@ -25,24 +30,48 @@ _THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor, or a slice of one, and what it becomes.
+
+    Attributes:
+        bounds: of the slice.
+        order: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
+        filled: the part of the parameter (of one expert's, where they are stacked) that it becomes.
+    """
+
+    tensor: str
+    bounds: Part
+    transform: Transform
+    order: tuple[int, ...] | None
+    filled: Part
+
+
+@dataclass(frozen=True, slots=True)
 class _Task:
-    """One parameter, its tensor in the checkpoint, the transform between them, and its shards.
+    """One parameter, its tensors in the checkpoint, and its shards.
 
     Attributes:
         shape: as the checkpoint has it, after the transform.
-        axes: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
+        axes: of the parameter.
+        sources: of the whole parameter; where experts are stacked, of each expert.
+        is_stack: experts are stacked along the first axis.
         wanted_shape: on the devices.
         shards: parts of the array, each with the devices that hold it.
     """
 
     path: KeyPath
-    tensor: str
     shape: tuple[int, ...]
-    transform: Transform
-    axes: tuple[int, ...] | None
+    axes: ParamAxes
+    sources: tuple[tuple[_Source, ...], ...]
+    is_stack: bool
     wanted_shape: tuple[int, ...]
     sharding: Sharding
     shards: tuple[tuple[Part, tuple[jax.Device, ...]], ...]
+
+    @property
+    def unit_size(self) -> int:
+        """Numbers that are on the host at a time: all, or those of one expert."""
+        return math.prod(self.shape[self.is_stack :])
 
 
 def load_params(
@@ -50,26 +79,29 @@ def load_params(
     rules: Sequence[WeightRule],
     checkpoint: Checkpoint,
     *,
-    num_layers: int,
+    config: ModelConfig,
     ignored: Sequence[str] = (),
-    tied: bool = False,
     dtype: DTypeLike = np.float32,
     wanted: Mapping[Any, Any] | None = None,
+    axes: Mapping[Any, Any] | None = None,
     keep_in_place: bool = False,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """Load all parameters. Each device reads only its shard; besides them the host holds at most the largest tensor.
+    """Load all parameters. Each device reads only its shard.
+
+    Besides them the host holds at most the largest one; of stacked experts, one expert's.
 
     Args:
         shapes: nested dict of the parameters, leaves with a `shape`, as `nnx.to_pure_dict` gives it.
         rules: the family's weight table.
         checkpoint: where the tensors are.
-        num_layers: a rule with `{i}` applies to each.
+        config: of the model as stored. A rule with `{i}` applies to each of its layers; where its output head is the
+            embedding, a head in the checkpoint needs no parameter.
         ignored: fnmatch patterns of tensors that need no parameter.
-        tied: the output head is the embedding, so that a head in the checkpoint needs no parameter.
         dtype: of the parameters.
         wanted: shape and sharding of each parameter on its devices, in the tree of `shapes`; zeros fill up what is
             larger than stored. Without it, all are on the default device.
+        axes: of each parameter on these devices, in the same tree; may be left out where none is fused.
         keep_in_place: the devices are CPUs and use the host's memory itself: all arrays are allocated from one arena in
             huge pages.
         progress: show a bar.
@@ -82,14 +114,14 @@ def load_params(
             without a tensor, tensor without a parameter and wrong shape; no weight has been read then.
     """
     target = np.dtype(dtype)
-    tasks = _match(shapes, shapes if wanted is None else wanted, rules, checkpoint, num_layers,
-                  [*ignored, *(["lm_head.weight"] if tied else [])])
+    tasks = _match(shapes, shapes if wanted is None else wanted, axes or {}, rules, checkpoint, config,
+                   [*ignored, *(["lm_head.weight"] if config.tie_embeddings else [])])
     # The largest first, so that the threads finish together.
     tasks.sort(key=lambda task: -math.prod(task.shape))
     params: dict[Any, Any] = {}
     sizes = [_size(part) * target.itemsize for task in tasks for part, _ in task.shards]
     loader = _Loader(checkpoint, target, HostArena(sum(sizes), len(sizes)) if keep_in_place else None,
-                     ByteBudget(max((math.prod(task.shape) for task in tasks), default=0) * target.itemsize))
+                     ByteBudget(max((task.unit_size for task in tasks), default=0) * target.itemsize))
     total = sum(math.prod(task.shape) for task in tasks) * target.itemsize
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
@@ -108,45 +140,86 @@ def load_params(
 
 
 def _match(
-    shapes: Mapping[Any, Any], wanted: Mapping[Any, Any], rules: Sequence[WeightRule], checkpoint: Checkpoint,
-    num_layers: int, ignored: Sequence[str],
+    shapes: Mapping[Any, Any], wanted: Mapping[Any, Any], axes: Mapping[Any, Any], rules: Sequence[WeightRule],
+    checkpoint: Checkpoint, config: ModelConfig, ignored: Sequence[str],
 ) -> list[_Task]:
     """Match parameters with tensors, or raise with everything that does not match."""
-    sources: dict[str, tuple[str, Transform]] = {}
-    for rule in rules:
-        for layer in range(num_layers) if "{i}" in rule.path else (0,):
-            sources[_numbered(rule.path, layer)] = _numbered(rule.tensor, layer), rule.transform
-    names, targets = checkpoint.names(), dict(leaves(wanted))
+    table = {_numbered(rule.path, layer): (rule, layer) for rule in rules
+             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
+    names, targets, axes_of = checkpoint.names(), dict(leaves(wanted)), dict(leaves(axes))
     default = SingleDeviceSharding(jax.local_devices()[0])
-    tasks, problems, used = [], [], set()
+    tasks: list[_Task] = []
+    problems: list[str] = []
+    used: dict[str, int] = {}  # how many numbers of each tensor have a parameter
     for path, leaf in leaves(shapes):
-        dotted = ".".join(map(str, path))
-        if dotted not in sources:
+        dotted, shape = ".".join(map(str, path)), tuple(leaf.shape)
+        if dotted not in table:
             problems.append(f"parameter {dotted} has no rule in the weight table")
             continue
-        tensor, transform = sources[dotted]
-        if tensor not in names:
-            problems.append(f"tensor {tensor} is missing")
-            continue
-        used.add(tensor)
-        try:
-            stored = checkpoint.shape(tensor)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        found = _shape_after(transform, stored)
-        if found != tuple(leaf.shape):
-            problems.append(f"tensor {tensor} has shape {list(stored)}, which does not fit parameter {dotted} "
-                            f"{list(leaf.shape)}")
+        rule, layer = table[dotted]
+        is_stack = any("{e}" in item.tensor for item in rule.sources)
+        sources: list[list[_Source]] = []
+        for expert in range(shape[0] if is_stack else 1):
+            sources.append([])
+            for item, filled in zip(rule.sources, _filled(rule, layer, config, shape), strict=True):
+                name = _numbered(item.tensor, layer, expert)
+                used.setdefault(name, 0)
+                try:
+                    source = _source(checkpoint, names, name, item.bounds(config, layer), rule.transform,
+                                     filled[is_stack:], dotted, shape)
+                except CheckpointError as error:
+                    problems.append(str(error))
+                    continue
+                used[name] += _size(source.bounds)
+                sources[-1].append(source)
         target = tuple(targets[path].shape)
         sharding = getattr(targets[path], "sharding", None) or default
-        tasks.append(_Task(path, tensor, tuple(leaf.shape), transform, _order_of_axes(transform, len(stored)), target,
-                           sharding, _shards(target, sharding)))
-    problems += [f"tensor {name} is not used by the model" for name in sorted(names - used)
-                 if not any(fnmatchcase(name, pattern) for pattern in ignored)]
+        tasks.append(_Task(path, shape, axes_of.get(path, ()), tuple(map(tuple, sources)), is_stack, target, sharding,
+                           _shards(target, sharding)))
+    for name in sorted(names) if not problems else sorted(names - used.keys()):
+        count, size = used.get(name), 0 if name not in used else math.prod(checkpoint.shape(name))
+        if count is None and not any(fnmatchcase(name, pattern) for pattern in ignored):
+            problems.append(f"tensor {name} is not used by the model")
+        elif count is not None and count < size:
+            problems.append(f"tensor {name} has {size:,} numbers, of which the model uses {count:,}")
     if problems:
         raise mismatch(checkpoint.path, problems)
     return tasks
+
+
+def _filled(rule: WeightRule, layer: int, config: ModelConfig, shape: tuple[int, ...]) -> list[Part]:
+    """The part of a parameter of this shape that each of a rule's tensors becomes."""
+    whole = tuple(slice(0, size) for size in shape)
+    if len(rule.sources) == 1:
+        return [whole]
+    axis, sizes = rule.fused_axis, rule.fused_sizes(config, layer)
+    assert axis is not None and sum(sizes) == shape[axis], f"{rule.path} {shape}: parts of {sizes}"
+    return [(*whole[:axis], slice(stop - size, stop), *whole[axis + 1 :])
+            for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _source(
+    checkpoint: Checkpoint, names: set[str], tensor: str, bounds: Part, transform: Transform, filled: Part, path: str,
+    shape: tuple[int, ...],
+) -> _Source:
+    """The source that fills this part of the parameter at `path`, or of one expert's.
+
+    Raises:
+        CheckpointError: there is no such tensor, or it does not fit.
+    """
+    if tensor not in names:
+        raise CheckpointError(f"tensor {tensor} is missing")
+    stored = checkpoint.shape(tensor)
+    taken = bounds + tuple(slice(0, size) for size in stored[len(bounds) :])
+    wanted = tuple(item.stop - item.start for item in filled)
+    inside = len(taken) == len(stored) and all(item.stop <= size for item, size in zip(taken, stored, strict=True))
+    found = _shape_after(transform, tuple(item.stop - item.start for item in taken)) if inside else None
+    if found != wanted:
+        sliced = f", of which {_bounds_text(taken)} is taken" if bounds else ""
+        part = "" if wanted == shape else f"the part {list(wanted)} of "
+        raise CheckpointError(f"tensor {tensor} has shape {list(stored)}{sliced}, which does not fit {part}parameter "
+                              f"{path} {list(shape)}")
+    return _Source(tensor, taken, transform, _order_of_axes(transform, len(stored)), filled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +239,9 @@ class _Loader:
         """One parameter."""
         arrays: list[jax.Array] = []
         for part, devices in task.shards:
+            if task.is_stack and self.arena is None:
+                arrays += self._load_stack(task, part, devices)
+                continue
             size = _size(part) * self.dtype.itemsize
             with nullcontext() if self.arena else self.budget.reserve(size):
                 memory = self.arena.allocate(size) if self.arena else zeros(size)
@@ -176,18 +252,61 @@ class _Loader:
                 del memory, host
         return jax.make_array_from_single_device_arrays(task.wanted_shape, task.sharding, arrays)
 
+    def _load_stack(self, task: _Task, part: Part, devices: Sequence[jax.Device]) -> list[jax.Array]:
+        """A shard of stacked experts, filled on the devices one after the other."""
+        shape = [item.stop - item.start for item in part]
+        arrays = [jnp.zeros(shape, self.dtype, device=device) for device in devices]
+        size = math.prod(shape[1:]) * self.dtype.itemsize
+        with self.budget.reserve(size):
+            # One buffer for all: the C library would not return each to the system at once.
+            host = zeros(size).view(self.dtype).reshape([1, *shape[1:]])
+            for row, expert in enumerate(range(part[0].start, part[0].stop)):
+                host[...] = 0
+                _read(self.checkpoint, task, (slice(expert, expert + 1), *part[1:]), host)
+                arrays = jax.block_until_ready([_set_row(array, jax.device_put(host, device), row)
+                                                for array, device in zip(arrays, devices, strict=True)])
+        return arrays
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_row(array: jax.Array, row: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, row, index, 0)
+
 
 def _read(checkpoint: Checkpoint, task: _Task, part: Part, out: np.ndarray) -> None:
-    """Read a part of a parameter into zeros, which remain where it exceeds the stored shape."""
-    stored = tuple(slice(min(item.start, size), min(item.stop, size))
-                  for item, size in zip(part, task.shape, strict=True))
-    inside: tuple[Any, ...] = (*(slice(item.stop - item.start) for item in stored), ...)  # a view, of scalars too
-    out = out[inside]
-    if task.axes is None:
-        out[...] = task.transform(checkpoint.read_tensor(task.tensor))[stored]
-    else:
-        back = sorted(range(len(task.axes)), key=task.axes.__getitem__)
-        checkpoint.read_tensor(task.tensor, out.transpose(back), tuple(stored[axis] for axis in back))
+    """Read a part of a parameter, as on its devices, into zeros, which remain where it exceeds the stored shape."""
+    for inside, stored in shard_sources(part, task.shape, task.axes):
+        if not task.is_stack:
+            _read_stored(checkpoint, task.sources[0], stored, out[inside])
+            continue
+        for row, expert in enumerate(range(stored[0].start, stored[0].stop)):
+            _read_stored(checkpoint, task.sources[expert], stored[1:], out[inside][row, ...])
+
+
+def _read_stored(checkpoint: Checkpoint, sources: Sequence[_Source], part: Part, out: np.ndarray) -> None:
+    """Read a part of what the sources become together."""
+    for source in sources:
+        shared = tuple(_overlap(*items) for items in zip(part, source.filled, strict=True))
+        if len(sources) > 1 and not _size(shared):
+            continue
+        to: tuple[Any, ...] = tuple(_shifted(item, -base.start) for item, base in zip(shared, part, strict=True))
+        taken = tuple(_shifted(item, -base.start) for item, base in zip(shared, source.filled, strict=True))
+        if source.order is None:
+            out[(*to, ...)] = source.transform(checkpoint.read_tensor(source.tensor, part=source.bounds))[taken]
+        else:
+            back = sorted(range(len(source.order)), key=source.order.__getitem__)
+            checkpoint.read_tensor(
+                source.tensor, out[(*to, ...)].transpose(back),
+                tuple(_shifted(taken[axis], base.start) for axis, base in zip(back, source.bounds, strict=True)))
+
+
+def _overlap(one: slice, other: slice) -> slice:
+    start = max(one.start, other.start)
+    return slice(start, max(start, min(one.stop, other.stop)))
+
+
+def _shifted(item: slice, by: int) -> slice:
+    return slice(item.start + by, item.stop + by)
 
 
 def _shards(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[Part, tuple[jax.Device, ...]], ...]:
@@ -224,5 +343,9 @@ def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...
         return None
 
 
-def _numbered(template: str, layer: int) -> str:
-    return template.replace("{i}", str(layer))
+def _numbered(template: str, layer: int, expert: int = 0) -> str:
+    return template.replace("{i}", str(layer)).replace("{e}", str(expert))
+
+
+def _bounds_text(part: Part) -> str:
+    return f"[{', '.join(f'{item.start}:{item.stop}' for item in part)}]"

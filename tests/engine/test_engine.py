@@ -229,7 +229,7 @@ def _params(path: Path) -> dict[Any, Any]:
     family = find_family(checkpoint.config)
     config = family.config_from_hf(checkpoint.config)
     _, state = nnx.split(nnx.eval_shape(lambda: family.build(config, jnp.float32)))
-    return load_params(nnx.to_pure_dict(state), family.weights, checkpoint, num_layers=config.num_layers)
+    return load_params(nnx.to_pure_dict(state), family.weights, checkpoint, config=config)
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "missing"])
@@ -478,7 +478,7 @@ def make_programs(num_blocks: int, native: bool) -> tuple[ProgramSet, KVCacheSpe
     shape = StepShape((2, 16), 4, CONTEXT // 16, 16, num_blocks)
     shapes = jax.eval_shape(lambda: params)
     return ProgramSet(nnx.split(module)[0], shapes, module.config, cache, shape,
-                      axes=axes_tree(shapes, find_family(CONFIG).weights),
+                      axes=axes_tree(shapes, find_family(CONFIG).weights, module.config, Partition()),
                       placement=Placement.of(jax.devices()[:1], Partition()), vocab_size=VOCAB,
                       dtype=jnp.dtype(jnp.float32), platform="cpu", native=NativeKernels(native, native)), cache
 

@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, dict[A
     family = find_family(LAYERS)
     config = with_windows(family.config_from_hf(LAYERS), WINDOWS)
     module = family.build(config, jnp.dtype(jnp.float32))
-    params = load_params(nnx.to_pure_dict(nnx.state(module)), family.weights, checkpoint, num_layers=len(WINDOWS))
+    params = load_params(nnx.to_pure_dict(nnx.state(module)), family.weights, checkpoint, config=config)
     return module, params
 
 

@@ -82,8 +82,8 @@ def load(folder: Path, dtype: Any = jnp.float32) -> tuple[nnx.GraphDef[Transform
     family = find_family(checkpoint.config)
     config = family.config_from_hf(checkpoint.config)
     graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, dtype)))
-    params = load_params(nnx.to_pure_dict(state), family.weights, checkpoint, num_layers=config.num_layers,
-                         ignored=family.ignored, tied=config.tie_embeddings, dtype=dtype)
+    params = load_params(nnx.to_pure_dict(state), family.weights, checkpoint, config=config, ignored=family.ignored,
+                         dtype=dtype)
     return graph, params, config
 
 

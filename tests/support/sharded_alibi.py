@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpaged.engine.planning import define
 from jaxpaged.execution.kv_cache import KVCacheSpec
+from jaxpaged.execution.model_runner import placed
 from jaxpaged.execution.programs import ProgramSet
-from jaxpaged.execution.sharding import Placement, axes_tree, padded, partition_of
+from jaxpaged.execution.sharding import Placement, partition_of
 from jaxpaged.execution.step_shape import StepShape
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.registry import find_family
@@ -29,15 +31,14 @@ def logits(config: ModelConfig, size: int) -> np.ndarray:
     """[2, V] after a prompt of 12 tokens and one of 4, on `size` devices."""
     partition, dtype = partition_of(config, size), jnp.dtype(jnp.float32)
     placement = Placement.of(jax.devices()[:size], partition)
-    graph, state = nnx.split(FAMILY.outline(padded(config, partition), dtype, placement.axis))
-    shapes = nnx.to_pure_dict(state)
+    definition = define(FAMILY, dtype, config, partition)
     cache = KVCacheSpec.of(config, 16, dtype)
     programs = ProgramSet(
-        graph, shapes, config, cache, StepShape((TOKENS,), SLOTS, 4, 16, 5),
-        axes=axes_tree(shapes, FAMILY.weights), placement=placement, vocab_size=config.vocab_size,
+        definition.graph, definition.shapes, config, cache, StepShape((TOKENS,), SLOTS, 4, 16, 5),
+        axes=definition.axes, placement=placement, vocab_size=config.vocab_size,
         dtype=dtype, platform="cpu")
     weights = nnx.to_pure_dict(nnx.state(FAMILY.build(config, dtype)))
-    params = jax.tree.map(lambda leaf, wanted: placement.put(np.asarray(leaf), wanted), weights, programs.params)
+    params = placed(jax.tree.map(np.asarray, weights), programs.params, programs.axes, placement)
     rows = np.zeros((4, TOKENS), np.int32)
     rows[0, 12:], rows[1, :12], rows[1, 12:] = 1, range(12), range(4)
     rows[2], rows[3] = np.arange(TOKENS) * 5 % 64, -1
