@@ -141,6 +141,7 @@ def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -
                           max_num_batched_tokens=device.max_num_batched_tokens, policy=chosen)
     first: list[float | None] = [None] * len(traffic)
     end = [0.0] * len(traffic)
+    outputs = [0] * len(traffic)
     in_flight: SchedulerOutput | None = None
     now, arrived, steps, running, filled = 0.0, 0, 0, 0, 0
     while arrived < len(traffic) or scheduler.has_unfinished() or in_flight is not None:
@@ -157,8 +158,9 @@ def simulate(traffic: Sequence[Arrival], device: Device, policy: str = "fcfs") -
             running += scheduler.num_running
             held, empty = scheduler.kv_slots()
             filled += held - empty
-            for delta in scheduler.update_from_output(in_flight, _sampled(in_flight, traffic)):
+            for delta in scheduler.update_from_output(in_flight, _sampled(in_flight, traffic, outputs)):
                 index = int(delta.request_id)
+                outputs[index] += len(delta.token_ids)
                 if delta.token_ids and first[index] is None:
                     first[index] = now
                 if delta.finish_reason is not None:
@@ -177,11 +179,7 @@ def _message(index: int, arrival: Arrival, context: int) -> EngineRequest:
                          arrival_time=arrival.time, priority=arrival.priority)
 
 
-def _sampled(step: SchedulerOutput, traffic: Sequence[Arrival]) -> list[int]:
-    ids = []
-    for chunk in step.chunks:
-        if chunk.samples:
-            request = chunk.request
-            done = len(request.token_ids) - request.num_prompt_tokens
-            ids.append(_END if done + 1 >= traffic[int(request.request_id)].output_tokens else 0)
-    return ids
+def _sampled(step: SchedulerOutput, traffic: Sequence[Arrival], outputs: Sequence[int]) -> list[int]:
+    """Ids of the sampled rows; `outputs` has the number of tokens that each request has returned."""
+    sampled = [int(chunk.request_id) for chunk in step.chunks if chunk.num_samples]
+    return [_END if outputs[index] + 1 >= traffic[index].output_tokens else 0 for index in sampled]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 UNBOUNDED = 2**62
+NULL_BLOCK = 0  # padding rows write there, and no request references it
 
 
 @dataclass(frozen=True, slots=True)

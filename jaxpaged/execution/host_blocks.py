@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.models.transformer import Pools
-from jaxpaged.scheduling.host_tier import LoadBlocks, SaveBlocks
+from jaxpaged.scheduling.scheduler_output import LoadBlocks, SaveBlocks
 
 
 class HostBlocks:

@@ -1,7 +1,7 @@
 """Runs scheduled steps on the device; owns the weights, the pools and the slots' state there."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.core.errors import ConfigError
-from jaxpaged.core.messages import EngineRequest, TokenLogprobs
+from jaxpaged.core.kv_groups import NULL_BLOCK
+from jaxpaged.core.messages import TokenLogprobs
 from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
 from jaxpaged.execution.programs import ProgramSet
-from jaxpaged.execution.prompt_scores import HiddenRows, ScoredRows, is_scored, part_of, runs_of, wants_states
+from jaxpaged.execution.prompt_scores import ChunkPart, HiddenRows, ScoredRows, parts_of, runs_of, wants_states
 from jaxpaged.execution.sampler import state_of
 from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import Params
@@ -23,10 +24,14 @@ from jaxpaged.execution.step_input import pad_step
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, StepShape
 from jaxpaged.models.param_layout import ParamAxes
 from jaxpaged.models.transformer import Pools
-from jaxpaged.scheduling.block_pool import NULL_BLOCK
-from jaxpaged.scheduling.kv_manager import Transfers
-from jaxpaged.scheduling.request import Request
-from jaxpaged.scheduling.scheduler_output import ScheduledChunk, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import (
+    REJECTED_TOKEN,
+    FullSampling,
+    NewRequest,
+    ScheduledChunk,
+    SchedulerOutput,
+    Transfers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +49,34 @@ class StepInFlight:
         return last is None or last.is_ready()  # type: ignore[attr-defined]
 
     def sampled(self) -> list[int]:
-        """Ids in the order of the sampling chunks; waits for the device."""
-        return [] if self.ids is None else np.asarray(self.ids)[: self.step.num_sampled].tolist()
+        """Ids in the order of the sampled rows, negative as `scheduler_output` says; waits for the device."""
+        if self.ids is None:
+            return []
+        ids = np.asarray(self.ids)[: self.step.num_sampled].tolist()
+        return with_rejections(self.step.chunks, ids) if self.step.num_proposed else ids
 
     def sampled_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Log probabilities in the order of the sampling chunks, None for those without."""
-        if self.logprobs is None:
+        """Log probabilities in the order of the sampled rows, None for those without."""
+        if self.logprobs is None or self.step.full_sampling is None:
             return None
-        rows = np.asarray(self.logprobs)
-        wanted = [chunk.request.message.params.logprobs for chunk in self.step.chunks if chunk.samples]
-        return [None if count is None else unpack_row(row, count) for count, row in zip(wanted, rows, strict=False)]
+        return [None if count is None else unpack_row(row, count)
+                for count, row in zip(self.step.full_sampling.num_logprobs, np.asarray(self.logprobs), strict=False)]
+
+
+def with_rejections(chunks: Sequence[ScheduledChunk], sampled: Sequence[int]) -> list[int]:
+    """The sampled ids, with REJECTED_TOKEN in the rows of each chunk after a proposed token that was not sampled."""
+    ids = list(sampled)
+    row = 0
+    for chunk in chunks:
+        proposed = chunk.token_ids[len(chunk.token_ids) - chunk.num_samples + 1 :]
+        end = row + chunk.num_samples
+        for token in proposed:
+            row += 1
+            if token != ids[row - 1]:
+                ids[row:end] = [REJECTED_TOKEN] * (end - row)
+                break
+        row = end
+    return ids
 
 
 def placed(params: Mapping[Any, Any], shapes: Params, axes: Params, placement: Placement) -> Params:
@@ -129,19 +152,19 @@ class ModelRunner:
     def dispatch(self, step: SchedulerOutput) -> StepInFlight:
         """Queue a step on the device, after those already there."""
         shape = self._shape
-        changed = [chunk for chunk in step.chunks if chunk.admit or chunk.table]
-        admitted = [chunk for chunk in changed if chunk.admit]
+        changed = [chunk for chunk in step.chunks if chunk.new or chunk.table]
+        admitted = [(chunk.new, chunk.slot) for chunk in changed if chunk.new]
         for first in range(0, len(admitted), ADMIT_SIZES[-1]):
-            self._admit([(chunk.request.message, chunk.slot) for chunk in admitted[first : first + ADMIT_SIZES[-1]]])
-        for chunk in admitted:
-            if chunk.request.message.params.has_processors:
-                self._admit_processors(chunk.request, chunk.slot)
+            self._admit(admitted[first : first + ADMIT_SIZES[-1]])
+        for new, slot in admitted:
+            if new.message.params.has_processors:
+                self._admit_processors(new, slot)
         tables = [(chunk.slot, chunk.table) for chunk in changed if chunk.table]
         for first in range(0, len(tables), TABLE_ROWS):
             self._write_tables(tables[first : first + TABLE_ROWS])
         self._move_blocks(step.transfers)
         whole, scored = step, list[ScoredRows | HiddenRows]()
-        if any([chunk.request.scored for chunk in step.chunks]):
+        if any([chunk.scoring for chunk in step.chunks]):
             step, scored = self._score(step)
         if not step.chunks:
             return StepInFlight(whole, whole.num_tokens, None, scored=tuple(scored))
@@ -152,10 +175,11 @@ class ModelRunner:
             self._params, self._pools, self._block_table, self._last_id, buffer
         )
         ids, logprobs = None, None
-        if any([chunk.samples and chunk.request.full_sampling for chunk in step.chunks]):
+        if step.full_sampling is not None:
             samples = shape.samples_of(size)
             ids, self._processors, self._last_id, logprobs = self._programs.get(("sample_full", samples))(
-                self._sampling, self._processors, self._last_id, logits, slot, position, self._allowed(step, samples)
+                self._sampling, self._processors, self._last_id, logits, slot, position,
+                self._allowed(step.full_sampling, samples)
             )
         elif step.num_sampled:
             ids, self._last_id = self._programs.get(("sample", shape.samples_of(size)))(
@@ -176,69 +200,65 @@ class ModelRunner:
             raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
         self._params = placed(params, self._programs.params, self._programs.axes, self._programs.placement)
 
-    def _allowed(self, step: SchedulerOutput, rows: int) -> jax.Array | np.ndarray:
-        """Allowed tokens of each sampled row: all, on the device already, unless a row has a matcher."""
-        matchers = [chunk.request.matcher for chunk in step.chunks if chunk.samples]
-        if not any(matchers):
+    def _allowed(self, wanted: FullSampling, rows: int) -> jax.Array | np.ndarray:
+        """Allowed tokens of each sampled row: all, on the device already, unless a row has a mask."""
+        if not wanted.masks:
             return self._all_allowed[rows]
         allowed = neutral_allowed(rows, self._vocab_size)
-        for row, matcher in enumerate(matchers):
-            if matcher is not None:
-                allowed[row] = matcher.mask()
+        for row, mask in wanted.masks:
+            allowed[row] = mask
         return allowed
 
     def _score(self, step: SchedulerOutput) -> tuple[SchedulerOutput, list[ScoredRows | HiddenRows]]:
         """Compute the chunks whose log probabilities or hidden states are wanted; what is left for the step itself.
 
-        Of a chunk that samples its last token is left: its keys and values are written a second time.
+        Of a chunk that samples those tokens are left: their keys and values are written a second time.
         """
         left: list[ScheduledChunk] = []
-        parts: list[ScheduledChunk] = []
-        for chunk in step.chunks:
-            if not is_scored(chunk):
+        parts: list[ChunkPart] = []
+        for index, chunk in enumerate(step.chunks):
+            if chunk.scoring is None:
                 left.append(chunk)
                 continue
-            parts += [part_of(chunk, first, min(SCORED_ROWS, chunk.num_tokens - first), self._shape.block_size)
-                      for first in range(0, chunk.num_tokens, SCORED_ROWS)]
-            if chunk.samples:
-                last = chunk.num_tokens - 1
-                left.append(chunk._replace(start=chunk.start + last, token_ids=chunk.token_ids[last:], num_tokens=1,
-                                           blocks=()))
+            parts += parts_of(index, chunk, self._shape.block_size)
+            if chunk.num_samples:
+                first = chunk.num_tokens - chunk.num_samples
+                left.append(chunk._replace(start=chunk.start + first, token_ids=chunk.token_ids[first:],
+                                           num_tokens=chunk.num_samples, blocks=()))
         scored = [rows for together in runs_of(parts) for rows in self._score_rows(together)]
-        return SchedulerOutput(tuple(left), sum(chunk.num_tokens for chunk in left)), scored
+        return replace(step, chunks=tuple(left), num_tokens=sum(chunk.num_tokens for chunk in left)), scored
 
-    def _score_rows(self, parts: Sequence[ScheduledChunk]) -> Iterator[ScoredRows | HiddenRows]:
+    def _score_rows(self, parts: Sequence[ChunkPart]) -> Iterator[ScoredRows | HiddenRows]:
         """Parts of several requests, SCORED_ROWS tokens at most, in one program."""
-        offsets = list(accumulate((part.num_tokens for part in parts), initial=0))
-        rows = pad_step(SchedulerOutput(tuple(parts), offsets[-1]), size=SCORED_ROWS, num_samples=0,
+        chunks = [part.chunk for part in parts]
+        offsets = list(accumulate((chunk.num_tokens for chunk in chunks), initial=0))
+        rows = pad_step(SchedulerOutput(tuple(chunks), offsets[-1], 0), size=SCORED_ROWS, num_samples=0,
                         null_slot=self._shape.max_num_seqs, block_size=self._shape.block_size,
                         units=self._programs.shapes.units)
+        wanted = [(index, chunk, chunk.scoring) for index, chunk in parts if chunk.scoring is not None]
         if wants_states(parts[0]):
             self._pools, self._block_table, states = self._programs.get(("hidden", SCORED_ROWS))(
                 self._params, self._pools, self._block_table, rows)
-            for offset, part in zip(offsets, parts, strict=False):
-                yield HiddenRows(part.request, part.start, part.num_tokens, states, offset)
+            for offset, (index, chunk, scoring) in zip(offsets, wanted, strict=False):
+                if scoring.pooling is not None:
+                    yield HiddenRows(index, chunk.start, scoring.pooling, chunk.num_tokens, states, offset)
             return
         targets = np.zeros(SCORED_ROWS, np.int32)
-        counts = []
-        for offset, part in zip(offsets, parts, strict=False):
-            wanted = part.request.token_ids[part.start + 1 : part.start + part.num_tokens + 1]
-            targets[offset : offset + len(wanted)] = wanted
-            counts.append(len(wanted))
+        for offset, (_, _, scoring) in zip(offsets, wanted, strict=False):
+            targets[offset : offset + len(scoring.targets)] = scoring.targets
         self._pools, self._block_table, logprobs = self._programs.get(("prompt_logprobs", SCORED_ROWS))(
             self._params, self._pools, self._block_table, np.concatenate([rows, targets])
         )
-        for offset, part, count in zip(offsets, parts, counts, strict=False):
-            yield ScoredRows(part.request, part.start, count, logprobs, offset)
+        for offset, (index, chunk, scoring) in zip(offsets, wanted, strict=False):
+            yield ScoredRows(index, chunk.start, scoring.num_logprobs, len(scoring.targets), logprobs, offset)
 
-    def _admit_processors(self, request: Request, slot: int) -> None:
-        length = request.num_prompt_tokens
-        row = processors_of(request.message, request.token_ids[:length], request.token_ids[length:], self._vocab_size)
+    def _admit_processors(self, new: NewRequest, slot: int) -> None:
+        row = processors_of(new.message, new.message.prompt_token_ids, new.output_token_ids, self._vocab_size)
         self._processors = self._programs.get(("admit_full", 1))(self._processors, row, np.array([slot], np.int32))
 
-    def _admit(self, requests: list[tuple[EngineRequest, int]]) -> None:
+    def _admit(self, requests: Sequence[tuple[NewRequest, int]]) -> None:
         size = next(size for size in ADMIT_SIZES if size >= len(requests))
-        rows = state_of([request for request, _ in requests], size)
+        rows = state_of([new.message for new, _ in requests], size)
         slots = np.full(size, self._shape.max_num_seqs, np.int32)
         slots[: len(requests)] = [slot for _, slot in requests]
         self._sampling = self._programs.get(("admit", size))(self._sampling, rows, slots)

@@ -48,13 +48,13 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
     """
     assert step.num_tokens <= size, f"{step.num_tokens} tokens do not fit a step of {size}"
     # Column by column: a loop over the chunks in Python, hundreds in a step, would take longer than all of this.
-    _, slots, starts, token_ids, counts, samples, blocks, *_ = zip(*step.chunks, strict=True)
+    _, slots, starts, token_ids, counts, num_samples_of, blocks, *_ = zip(*step.chunks, strict=True)
     num_tokens = np.array(counts, np.int32)
     end = np.cumsum(num_tokens, dtype=np.int32)
     begin = end - num_tokens
     start = np.array(starts, np.int32)
     slot_of = np.array(slots, np.int32)
-    sampled = np.array(samples, np.bool_)
+    sampled = np.array(num_samples_of, np.int32)
 
     end_rows = (3 + units) * size
     buffer = np.empty(end_rows + 2 * num_samples, np.int32)
@@ -77,12 +77,13 @@ def pad_step(step: SchedulerOutput, *, size: int, num_samples: int, null_slot: i
             for target, unit in zip(new_block, taken, strict=True):
                 target[row : row + len(unit) * block_size : block_size] = unit
 
-    rows = end[sampled] - 1
+    rows = np.repeat(end - np.cumsum(sampled, dtype=np.int32), sampled)  # of each chunk its last rows
+    rows += np.arange(len(rows), dtype=np.int32)
     assert len(rows) <= num_samples, f"{len(rows)} sampled rows do not fit {num_samples}"
     sample_row, sample_slot = buffer[end_rows:].reshape(2, num_samples)
     sample_row[: len(rows)] = rows
     sample_row[len(rows) :] = size
-    sample_slot[: len(rows)] = slot_of[sampled]
+    sample_slot[: len(rows)] = np.repeat(slot_of, sampled)
     sample_slot[len(rows) :] = null_slot
     buffer.flags.writeable = False
     return buffer

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-NULL_BLOCK = 0
+from jaxpaged.core.kv_groups import NULL_BLOCK
 
 BlockHash = bytes
 

@@ -10,22 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxpaged.scheduling.block_pool import BlockHash
-
-
-@dataclass(frozen=True, slots=True)
-class SaveBlocks:
-    """Copy these blocks to host memory as segment number `segment`."""
-
-    segment: int
-    blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadBlocks:
-    """Copy a segment to blocks: `blocks` has one for each row of the segment, the null block for rows to skip."""
-
-    segment: int
-    blocks: tuple[int, ...]
+from jaxpaged.scheduling.scheduler_output import SaveBlocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpaged.core.kv_groups import KVGroup, units_for
+from jaxpaged.core.kv_groups import NULL_BLOCK, KVGroup, units_for
 from jaxpaged.scheduling.block_hash import BlockHasher
-from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockHash, BlockPool
-from jaxpaged.scheduling.host_tier import HostBlock, HostTier, LoadBlocks, SaveBlocks
+from jaxpaged.scheduling.block_pool import BlockHash, BlockPool
+from jaxpaged.scheduling.host_tier import HostBlock, HostTier
 from jaxpaged.scheduling.request import NEVER, Request
+from jaxpaged.scheduling.scheduler_output import NO_TRANSFERS, LoadBlocks, SaveBlocks, Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +48,6 @@ class Prefix:
     def blocks(self) -> Iterator[int]:
         """The blocks that are in the pool."""
         return (block for table in self.tables for block in table if block != NULL_BLOCK)
-
-
-@dataclass(frozen=True, slots=True)
-class Transfers:
-    """Blocks to move before a step writes anything, in this order.
-
-    Attributes:
-        saves: blocks to copy to host memory.
-        copies: pairs of blocks, source and target.
-        loads: blocks to fill from host memory.
-        drops: segments of host memory that are not needed any more.
-    """
-
-    saves: tuple[SaveBlocks, ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
-    loads: tuple[LoadBlocks, ...] = ()
-    drops: tuple[int, ...] = ()
-
-
-NO_TRANSFERS = Transfers()
 
 
 class KVManager:
@@ -340,6 +321,15 @@ class KVManager:
         self._planned.clear()
         self._writers.clear()
 
+    def take_back(self, request: Request, count: int) -> None:
+        """The last `count` computed tokens of a running request were only proposed, and rejected."""
+        request.num_computed_tokens -= count
+        self._num_filled_slots -= count * self.column_units
+        needed = self.blocks_for(request.num_computed_tokens)
+        for table in request.block_tables:
+            self.pool.free_blocks(table[needed:])
+            del table[needed:]
+
     def free(self, request: Request, *, cache: bool = True) -> None:
         """Free a request's blocks; cached content stays until the blocks are needed.
 
@@ -353,7 +343,7 @@ class KVManager:
             self.pool.free_blocks(table)
         request.block_tables, request.num_unseen, request.slides_at = [], [], NEVER
         self._tail_sharers.discard(request)
-        request.num_computed_tokens = request.num_cached_blocks = 0
+        request.num_computed_tokens = request.num_cached_blocks = request.num_proposed = 0
         request.shares_tail = request.table_changed = False
 
     def pin(self, request: Request) -> None:

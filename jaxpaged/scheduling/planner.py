@@ -6,13 +6,21 @@ are made, and their tokens count as computed.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxpaged.scheduling.block_pool import BlockHash
-from jaxpaged.scheduling.kv_manager import NO_TRANSFERS, KVManager, Prefix
+from jaxpaged.scheduling.kv_manager import KVManager, Prefix
 from jaxpaged.scheduling.policy import Policy
 from jaxpaged.scheduling.queues import Queues
 from jaxpaged.scheduling.request import Request, RequestStatus
-from jaxpaged.scheduling.scheduler_output import ScheduledChunk, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import (
+    NO_TRANSFERS,
+    FullSampling,
+    NewRequest,
+    PromptScoring,
+    ScheduledChunk,
+    SchedulerOutput,
+)
 
 # A step's time grows as its tokens plus about this many, on CPU as on GPU: the weights are read whatever the batch.
 STEP_OVERHEAD_TOKENS = 64
@@ -26,13 +34,28 @@ LOOK_AHEAD = 64
 MAX_PASSED = 16
 
 
+class StepRequests(NamedTuple):
+    """Whose a step's chunks and results are.
+
+    Attributes:
+        chunks: the request of each chunk.
+        rows: the request of each sampled row.
+        proposed: requests with proposed tokens in their chunks.
+    """
+
+    chunks: list[Request]
+    rows: list[Request]
+    proposed: list[Request]
+
+
 class StepPlan:
     """The tokens of one step.
 
     Attributes:
         left: tokens of the budget that are not scheduled.
         num_scheduled_tokens: tokens of each request's chunk, in the order of the rows.
-        fixed: requests whose chunks fill blocks that others of this step read: they are neither cut nor dropped.
+        fixed: requests whose chunks fill blocks that others of this step read, or have proposed tokens: they are
+            neither cut nor dropped.
     """
 
     def __init__(self, budget: int) -> None:
@@ -105,8 +128,14 @@ class StepPlanner:
         self._step_sizes = tuple(step_sizes)
         self._swap = swap
         self._plan = StepPlan(budget)
+        self._proposals: dict[Request, Sequence[int]] = {}
+        self._num_steps = 0
 
-    def plan_step(self, now: float) -> SchedulerOutput:
+    def propose(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Let the next step compute, where it has room for them, tokens that may follow those of a request."""
+        self._proposals[request] = token_ids
+
+    def plan_step(self, now: float) -> tuple[SchedulerOutput, StepRequests]:
         """The next step, with the blocks it needs; empty when nothing can run now."""
         plan = self._plan = StepPlan(self._budget)
         prefills = self._plan_decodes()
@@ -114,14 +143,22 @@ class StepPlanner:
         if self._queues.waiting:
             self._admit_waiting(prefills, now)
         self._plan_rest(prefills)
+        if self._proposals:
+            self._plan_proposals()
         plan.fit(self._step_sizes)
-        chunks = self._make_chunks()
+        chunks, requests = self._make_chunks()
         if self._queues.num_forks:
-            chunks = self._add_forks(chunks, now)
+            chunks, requests = self._add_forks(chunks, requests, now)
+        self._proposals.clear()
         self._kv.finish_plan(plan.num_tokens)
         # Without a chunk nothing is dispatched: blocks to move wait for the next step.
         transfers = self._kv.drain_transfers() if chunks else NO_TRANSFERS
-        return SchedulerOutput(tuple(chunks), plan.num_tokens, transfers)
+        rows = requests.rows
+        full = _full_sampling(rows) if any([request.full_sampling for request in rows]) else None
+        self._num_steps += 1
+        proposed = sum([request.num_proposed for request in requests.proposed])
+        return SchedulerOutput(tuple(chunks), plan.num_tokens, len(rows), proposed, transfers, full,
+                               self._num_steps), requests
 
     def admit_branches(self, forks: Sequence[tuple[Request, Request]]) -> None:
         """Run forks, given with their parents, beside them; those without room wait like other requests."""
@@ -203,6 +240,20 @@ class StepPlanner:
             if self._pool.can_allocate(self._kv.num_new_units(request, count)):
                 self._allocate(request, count)
                 self._plan.add_tokens(request, count - planned)
+
+    def _plan_proposals(self) -> None:
+        """Spend what is left of the budget, the sampled rows and the free blocks on proposed tokens."""
+        rows = self._max_samples - len(self._plan.num_scheduled_tokens)
+        for request, tokens in self._proposals.items():
+            count = min(len(tokens), self._plan.left, rows, request.max_length - len(request.token_ids) - 1)
+            last_token = self._plan.num_scheduled_tokens.get(request) == request.num_to_compute == 1
+            # Forks continue after the last row of the leader's chunk, which has to be that of a known token.
+            if (last_token and count > 0 and not request.num_pending and not request.forks
+                    and self._pool.can_allocate(self._kv.num_new_units(request, 1 + count))):
+                self._allocate(request, 1 + count)
+                self._plan.add_tokens(request, count)
+                self._plan.fixed.add(request)
+                rows -= count
 
     def _is_long_prompt(self, request: Request) -> bool:
         """Whether a prompt is so long that the requests beside it would notice if it filled every step."""
@@ -347,45 +398,64 @@ class StepPlanner:
 
     # Chunks
 
-    def _make_chunks(self) -> list[ScheduledChunk]:
-        chunks = []
+    def _make_chunks(self) -> tuple[list[ScheduledChunk], StepRequests]:
+        chunks: list[ScheduledChunk] = []
+        rows: list[Request] = []
+        proposed: list[Request] = []
         block_size, unit_rows = self._block_size, self._kv.unit_rows
         for request, count in self._plan.num_scheduled_tokens.items():
             start, known = request.num_computed_tokens, request.token_ids
             end = start + count
             request.num_computed_tokens = end
-            samples = end == len(known) + request.num_pending
+            token_ids = known[start:end] if start < len(known) else ()
+            samples = end - len(known) - request.num_pending + 1
+            if samples <= 0:
+                samples = 0
+            elif samples == 1:
+                rows.append(request)
+            else:
+                rows += [request] * samples
+                proposed.append(request)
+                request.num_proposed = samples - 1
+                token_ids = [*token_ids, *self._proposals[request][: samples - 1]]
             request.num_pending += samples
             if end // block_size > request.num_cached_blocks:
                 self._kv.cache_full_blocks(request)
-            admit, rewrite = request.new_in_slot, request.table_changed
-            if admit or rewrite:
+            new, rewrite = _new_request(request) if request.new_in_slot else None, request.table_changed
+            if new or rewrite:
                 request.new_in_slot = request.table_changed = False
             # By position: hundreds are made per step, and keywords would cost more than the rest of this loop.
             chunks.append(ScheduledChunk(
-                request, request.slot, start, known[start:end] if start < len(known) else (), count, samples,
+                request.request_id, request.slot, start, token_ids, count, samples,
                 unit_rows(request, -(-start // block_size), -(-end // block_size))
-                if count > 1 or not start % block_size else (), admit, unit_rows(request) if rewrite else ()))
-        return chunks
+                if count > 1 or not start % block_size else (), new, unit_rows(request) if rewrite else (),
+                _scoring(request, start, end) if request.scored else None))
+        return chunks, StepRequests(list(self._plan.num_scheduled_tokens), rows, proposed)
 
-    def _add_forks(self, chunks: Sequence[ScheduledChunk], now: float) -> list[ScheduledChunk]:
+    def _add_forks(
+        self, chunks: Sequence[ScheduledChunk], requests: StepRequests, now: float
+    ) -> tuple[list[ScheduledChunk], StepRequests]:
         """The chunks, and after each that ends a prompt those of its forks; forks without room wait in the queue."""
-        room = self._max_samples - sum(chunk.samples for chunk in chunks)
+        room = self._max_samples - len(requests.rows)
         all_chunks: list[ScheduledChunk] = []
-        for chunk in chunks:
+        found = StepRequests([], [], requests.proposed)
+        for chunk, leader in zip(chunks, requests.chunks, strict=True):
             all_chunks.append(chunk)
-            leader = chunk.request
-            if not chunk.samples or not leader.forks:
+            found.chunks.append(leader)
+            found.rows.extend([leader] * chunk.num_samples)
+            if not chunk.num_samples or not leader.forks:
                 continue
             reserved = self._reserved_blocks()
             for fork in self._queues.detach_forks(leader):
                 if room > 0 and self._has_room_for_fork(reserved):
                     all_chunks.append(self._fork(leader, fork, now))
+                    found.chunks.append(fork)
+                    found.rows.append(fork)
                     reserved += self._fork_units(fork)
                     room -= 1
                 else:
                     self._queues.waiting.add_request(fork)
-        return all_chunks
+        return all_chunks, found
 
     def _has_room_for_fork(self, reserved: int) -> bool:
         # Each fork will need a block of its own as soon as it continues.
@@ -397,5 +467,25 @@ class StepPlanner:
         fork.num_cached_tokens = leader.num_cached_tokens
         fork.num_pending = 1
         fork.new_in_slot = fork.table_changed = False
-        return ScheduledChunk(fork, fork.slot, fork.num_computed_tokens, (), 0, True, (), True,
+        return ScheduledChunk(fork.request_id, fork.slot, fork.num_computed_tokens, (), 0, 1, (), _new_request(fork),
                               self._kv.unit_rows(fork))
+
+
+def _new_request(request: Request) -> NewRequest:
+    return NewRequest(request.message, tuple(request.token_ids[request.num_prompt_tokens :]))
+
+
+def _scoring(request: Request, start: int, end: int) -> PromptScoring | None:
+    """What the tokens from `start` to `end` of a scored request have to return; nothing a second time."""
+    message = request.message
+    if message.pooling is not None:
+        return PromptScoring(message.pooling)
+    if start >= request.num_prompt_tokens - 1 or len(request.token_ids) > request.num_prompt_tokens:
+        return None
+    return PromptScoring(None, tuple(request.token_ids[start + 1 : end + 1]), message.params.prompt_logprobs or 0)
+
+
+def _full_sampling(rows: Sequence[Request]) -> FullSampling:
+    return FullSampling(tuple(request.message.params.logprobs for request in rows),
+                        tuple((row, request.matcher.mask()) for row, request in enumerate(rows)
+                              if request.matcher is not None))

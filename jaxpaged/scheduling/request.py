@@ -58,7 +58,10 @@ class Request:
         token_ids: prompt and output tokens known on the host.
         max_length: maximum number of tokens; for a member of a family, until it is resumed.
         num_computed_tokens: tokens whose keys and values are written, or will be by a dispatched step.
-        num_pending: sampled tokens of dispatched steps whose ids are not read yet, 0 to 2.
+        num_pending: sampled rows of dispatched steps whose ids are not read yet: 0 to 2, or one more than
+            `num_proposed`.
+        num_proposed: computed tokens that were only proposed; it has no further chunk until it is known which of them
+            follow.
         block_tables: of each KV group, its blocks in order of position, all of the same length; the null block where
             no further token of the request sees the block. Empty while it has no blocks.
         num_unseen: of each KV group, number of those null blocks.
@@ -93,6 +96,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_pending: int = 0
+    num_proposed: int = 0
     num_preemptions: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     num_unseen: list[int] = field(default_factory=list)
@@ -161,6 +165,8 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens that a step can compute now; none once the last token is being sampled."""
+        if self.num_proposed:
+            return 0
         tokens = len(self.token_ids) + self.num_pending
         if self.matcher is not None and tokens < self.max_length and (self.num_pending or self._lacks_mask):
             return max(0, len(self.token_ids) - 1 - self.num_computed_tokens)  # all but the token that samples

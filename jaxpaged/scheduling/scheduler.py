@@ -8,6 +8,7 @@ A step first continues every running request that lacks one token; the rest of t
 would use all of it leaves half to shorter ones, so that neither waits for the other.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from jaxpaged.core.kv_groups import KVGroup
@@ -17,13 +18,14 @@ from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.families import Branch, Families
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.kv_manager import KVManager
-from jaxpaged.scheduling.planner import StepPlanner
+from jaxpaged.scheduling.planner import StepPlanner, StepRequests
 from jaxpaged.scheduling.policy import FcfsPolicy, Policy
 from jaxpaged.scheduling.queues import Queues
 from jaxpaged.scheduling.request import Request, RequestStatus, StructuredOutputMatcher
 from jaxpaged.scheduling.scheduler_output import (
     FAILED_TOKEN,
     NO_TOKEN_LEFT,
+    REJECTED_TOKEN,
     PooledTokens,
     PromptLogprobs,
     SchedulerOutput,
@@ -75,6 +77,7 @@ class Scheduler:
             self._queues, self._kv, self._policy, budget=max_num_batched_tokens,
             max_samples=min(max_num_seqs, max_num_batched_tokens), step_sizes=step_sizes, swap=swap)
         self._families = Families(self._queues, self._planner)
+        self._in_flight: dict[int, StepRequests] = {}  # of steps that are not processed yet, by number
         self._num_arrived = 0
 
     @property
@@ -115,7 +118,21 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> SchedulerOutput:
         """Plan the next step and allocate what it needs; empty when nothing can run now."""
         self._families.take_turns()
-        return self._planner.plan_step(now)
+        step, requests = self._planner.plan_step(now)
+        if step.chunks:
+            self._in_flight[step.number] = requests
+        return step
+
+    def propose(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Propose tokens that may follow those of a running request, for the next step only.
+
+        Where that step has room for them it computes them and samples after each; `update_from_output` keeps those
+        that are what has been sampled before them. The request has no other chunk until then. No token is proposed to
+        requests with log probabilities, processors, structured outputs or forks, nor while an id is not known yet.
+        """
+        request = self._queues.live.get(request_id)
+        if request is not None and not (request.full_sampling or request.scored or request.family):
+            self._planner.propose(request, token_ids)
 
     def update_from_output(
         self, step: SchedulerOutput, sampled: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None,
@@ -124,24 +141,32 @@ class Scheduler:
         """Process what a step has sampled, and finish the requests that end with it.
 
         Args:
-            sampled: token ids in the order of the chunks that sample, or FAILED_TOKEN or NO_TOKEN_LEFT.
+            step: a scheduled step, or a copy of it.
+            sampled: token ids in the order of the sampled rows, or FAILED_TOKEN, NO_TOKEN_LEFT or REJECTED_TOKEN.
             logprobs: of the sampled ids, None for requests without log probabilities.
             prompts: prompt log probabilities and pooled hidden states of the requests that want them.
         """
+        if not step.chunks:
+            return []
         deltas = []
+        requests, rows, proposed = self._in_flight.pop(step.number)
         for values in prompts:
+            request = requests[values.chunk]
             if isinstance(values, PooledTokens):
-                values.request.pool_tokens(values.start, values.values)
+                request.pool_tokens(values.start, values.values)
                 continue
-            del values.request.prompt_logprobs[values.start :]  # a preempted prompt starts again
-            values.request.prompt_logprobs += values.values
+            del request.prompt_logprobs[values.start :]  # a preempted prompt starts again
+            request.prompt_logprobs += values.values
+        if proposed:
+            self._take_back(proposed, rows, sampled)
         ended = RequestStatus.FINISHED_STOPPED
-        requests = [chunk.request for chunk in step.chunks if chunk.samples]
-        for request, token, logprob in zip(requests, sampled, logprobs or [None] * len(requests), strict=True):
+        for request, token, logprob in zip(rows, sampled, logprobs or [None] * len(rows), strict=True):
             if request.status >= ended:
                 continue  # it ended while this step was running: the row is ignored
             request.num_pending -= 1
             if token < 0:
+                if token == REJECTED_TOKEN:
+                    continue
                 deltas.append(self._end_without_token(request, token))
                 continue
             if request.family is not None:
@@ -206,6 +231,14 @@ class Scheduler:
         for request in self._queues.running:
             needed = self._kv.blocks_for(request.num_computed_tokens)
             assert request.num_blocks >= needed, "computed tokens without blocks"
+
+    def _take_back(self, proposed: Iterable[Request], rows: Sequence[Request], sampled: Sequence[int]) -> None:
+        """Forget the rejected tokens before a request can end, so that no block is cached with them."""
+        rejected = Counter(request for request, token in zip(rows, sampled, strict=True) if token == REJECTED_TOKEN)
+        for request in proposed:
+            if request.num_proposed:  # else it has lost its blocks while this step was running
+                self._kv.take_back(request, rejected[request])
+                request.num_proposed = 0
 
     def _end_without_token(self, request: Request, token: int) -> TokenDelta:
         if token == NO_TOKEN_LEFT:

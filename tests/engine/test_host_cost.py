@@ -146,15 +146,17 @@ def test_a_finished_request_costs_at_most_one_ignored_row(
         scheduler.add_request(
             EngineRequest(str(number), (number,) * prompt, SamplingParams(), max_tokens, frozenset([END])))
     rows = dict.fromkeys(range(len(requests)), 0)
+    outputs = dict.fromkeys(range(len(requests)), 0)
     in_flight: SchedulerOutput | None = None
     while scheduler.has_unfinished() or in_flight:
         step = scheduler.schedule()
         for chunk in step.chunks:
-            rows[int(chunk.request.request_id)] += chunk.samples
+            rows[int(chunk.request_id)] += chunk.num_samples
         if in_flight:
-            scheduler.update_from_output(in_flight, [
-                END if len(chunk.request.token_ids) - chunk.request.num_prompt_tokens + 1
-                >= requests[int(chunk.request.request_id)][1] else 0 for chunk in in_flight.chunks if chunk.samples])
+            sampled = [int(chunk.request_id) for chunk in in_flight.chunks if chunk.num_samples]
+            ids = [END if outputs[number] + 1 >= requests[number][1] else 0 for number in sampled]
+            for delta in scheduler.update_from_output(in_flight, ids):
+                outputs[int(delta.request_id)] += len(delta.token_ids)
         in_flight = step if step.chunks else None
     for number, (_, output, max_tokens) in enumerate(requests):
         assert rows[number] == min(output, max_tokens) + (output < max_tokens)

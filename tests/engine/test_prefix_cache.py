@@ -190,7 +190,7 @@ def test_a_follower_waits_for_the_leader_and_blocks_no_other_request() -> None:
     other = run.add([5, 4, 3], 2)
     by_step = []
     while run.live:
-        by_step.append({chunk.request.request_id for chunk in run.step().chunks})
+        by_step.append({chunk.request_id for chunk in run.step().chunks})
     assert by_step[0] == {leader, other}
     assert [follower in names for names in by_step].index(True) == 4, "when the leader has got far enough"
     assert run.requests[follower].num_cached_tokens >= 296 - 64
@@ -213,7 +213,7 @@ def test_a_short_common_prefix_is_not_waited_for() -> None:
     run = harness(budget=64)
     names = [run.add([1, 2, 3, 4, 5, 6, 7, 8, number, 9, 10], 2) for number in range(5)]
     step = run.step()
-    assert [chunk.request.request_id for chunk in step.chunks] == names
+    assert [chunk.request_id for chunk in step.chunks] == names
     assert [chunk.start for chunk in step.chunks] == [0, 8, 8, 8, 8]
     run.drain()
 

@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.core.messages import EngineRequest
-from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.execution.step_input import IN_FLIGHT, pad_step, unpack_step
-from jaxpaged.scheduling.request import Request
 from jaxpaged.scheduling.scheduler_output import ScheduledChunk, SchedulerOutput
 
 NULL_SLOT = 40
-
-
-def request() -> Request:
-    return Request(EngineRequest("r", (1,), SamplingParams(), 1), 0)
 
 
 @st.composite
@@ -32,28 +25,34 @@ def steps(draw: st.DrawFn) -> tuple[SchedulerOutput, int, int]:
         start, length = draw(st.integers(0, 40)), draw(st.integers(1, 20))
         begun = [position for position in range(start, start + length) if position % block_size == 0]
         chunks.append(ScheduledChunk(
-            request=request(), slot=slot, start=start, num_tokens=length, samples=draw(st.booleans()), admit=start == 0,
+            request_id="r", slot=slot, start=start, num_tokens=length,
+            num_samples=draw(st.one_of(st.integers(0, 1), st.integers(0, length))),
             token_ids=draw(st.lists(ids, min_size=length - draw(st.booleans()), max_size=length)),
             blocks=[draw(st.lists(blocks, min_size=len(begun), max_size=len(begun))) for _ in range(units)]))
-        if chunks[-1].samples and draw(st.booleans()):  # another choice of the same prompt
-            chunks.append(ScheduledChunk(request(), NULL_SLOT - 1 - slot % 7, start + length, (), 0, True, (), True))
-    return SchedulerOutput(tuple(chunks), sum(chunk.num_tokens for chunk in chunks)), block_size, units
+        if chunks[-1].num_samples and draw(st.booleans()):  # another choice of the same prompt
+            chunks.append(ScheduledChunk("s", NULL_SLOT - 1 - slot % 7, start + length, (), 0, 1, ()))
+    return _step(chunks), block_size, units
+
+
+def _step(chunks: Sequence[ScheduledChunk]) -> SchedulerOutput:
+    return SchedulerOutput(tuple(chunks), sum(chunk.num_tokens for chunk in chunks),
+                           sum(chunk.num_samples for chunk in chunks))
 
 
 def naive(chunks: Sequence[ScheduledChunk], block_size: int,
           units: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
     """(slot, position, token id, units of the new block) of each row, rows to sample after, and slots to sample for."""
     rows: list[tuple[int, ...]] = []
-    sampled, slots = [], []
+    sampled: list[int] = []
+    slots: list[int] = []
     for chunk in chunks:
         ids, blocks = list(chunk.token_ids), list(zip(*chunk.blocks, strict=True))
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             token = ids.pop(0) if ids else IN_FLIGHT
             block = blocks.pop(0) if position % block_size == 0 else (-1,) * units
             rows.append((chunk.slot, position, token, *block))
-        if chunk.samples:
-            sampled.append(len(rows) - 1)
-            slots.append(chunk.slot)
+        sampled += range(len(rows) - chunk.num_samples, len(rows))
+        slots += [chunk.slot] * chunk.num_samples
     return rows, sampled, slots
 
 
@@ -79,8 +78,7 @@ def test_every_row_is_where_it_belongs(case: tuple[SchedulerOutput, int, int], s
 
 
 def one_piece() -> SchedulerOutput:
-    chunk = ScheduledChunk(request(), 0, 0, (1, 2), 2, True, ((3,),), True)
-    return SchedulerOutput((chunk,), 2)
+    return _step([ScheduledChunk("r", 0, 0, (1, 2), 2, 1, ((3,),))])
 
 
 def test_the_buffer_is_frozen_and_each_step_has_its_own() -> None:

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockPool
+from jaxpaged.core.kv_groups import NULL_BLOCK
+from jaxpaged.scheduling.block_pool import BlockPool
 
 
 class BlockPoolMachine(RuleBasedStateMachine):

@@ -27,7 +27,7 @@ class Server:
     def step(self) -> dict[str, int]:
         """Tokens of each request's chunk."""
         step = self.scheduler.schedule()
-        chunks = {chunk.request.request_id: chunk.num_tokens for chunk in step.chunks}
+        chunks = {chunk.request_id: chunk.num_tokens for chunk in step.chunks}
         self.served += [name for name in chunks if name not in self.served]
         self.scheduler.update_from_output(step, [0] * step.num_sampled)
         self.scheduler.check_integrity()

@@ -47,6 +47,7 @@ def serve(arrivals: Sequence[Timed], policy: Policy, *, slots: int = 1, num_bloc
     ends = [0.0] * len(arrivals)
     pending = sorted(range(len(arrivals)), key=lambda index: arrivals[index].time)
     in_flight: SchedulerOutput | None = None
+    outputs = [0] * len(arrivals)
     now = 0.0
     while pending or scheduler.has_unfinished() or in_flight:
         while pending and arrivals[pending[0]].time <= now:
@@ -57,10 +58,10 @@ def serve(arrivals: Sequence[Timed], policy: Policy, *, slots: int = 1, num_bloc
                 frozenset([1]), arrival_time=arrival.time, priority=arrival.priority))
         step = scheduler.schedule(now)
         if in_flight:
-            requests = [chunk.request for chunk in in_flight.chunks if chunk.samples]
-            ids = [int(len(request.token_ids) - request.num_prompt_tokens + 1
-                       >= arrivals[int(request.request_id)].output) for request in requests]
+            sampled = [int(chunk.request_id) for chunk in in_flight.chunks if chunk.num_samples]
+            ids = [int(outputs[index] + 1 >= arrivals[index].output) for index in sampled]
             for delta in scheduler.update_from_output(in_flight, ids):
+                outputs[int(delta.request_id)] += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     ends[int(delta.request_id)] = now
         scheduler.check_integrity()
@@ -152,7 +153,7 @@ def test_a_request_does_not_preempt_another_whose_chunk_fills_its_prefix() -> No
     chunks = []
     for _ in range(2):
         step = scheduler.schedule()
-        chunks += [(chunk.request.request_id, chunk.start) for chunk in step.chunks]
+        chunks += [(chunk.request_id, chunk.start) for chunk in step.chunks]
         scheduler.update_from_output(step, [0] * step.num_sampled)
         scheduler.check_integrity()
     assert chunks == [("less", 8), ("more", 16)]

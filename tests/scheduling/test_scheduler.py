@@ -15,19 +15,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxpaged.core.kv_groups import KVGroup, max_tokens
+from jaxpaged.core.kv_groups import NULL_BLOCK, KVGroup, max_tokens
 from jaxpaged.core.messages import EngineRequest, TokenDelta
 from jaxpaged.core.outputs import FinishReason
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.execution.step_shape import step_sizes
-from jaxpaged.scheduling.block_pool import NULL_BLOCK, BlockPool
+from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.families import Branch
 from jaxpaged.scheduling.host_tier import HostTier
-from jaxpaged.scheduling.kv_manager import Transfers
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.request import Request, RequestStatus
 from jaxpaged.scheduling.scheduler import Scheduler
-from jaxpaged.scheduling.scheduler_output import FAILED_TOKEN, ScheduledChunk, SchedulerOutput
+from jaxpaged.scheduling.scheduler_output import (
+    FAILED_TOKEN,
+    REJECTED_TOKEN,
+    ScheduledChunk,
+    SchedulerOutput,
+    Transfers,
+)
 
 VOCAB = 16
 EOS = 3
@@ -130,11 +135,11 @@ class NaiveDevice:
         self.kv: dict[tuple[int, int], Cell] = {}
         self.table: list[list[dict[int, int]]] = [[{} for _ in self.windows] for _ in range(num_slots)]
         self.last_id = [0] * num_slots
-        self.owner: list[Request | None] = [None] * num_slots
+        self.owner: list[EngineRequest | None] = [None] * num_slots
         self.generation = 0  # of the prefix cache
         self.admitted = [0] * num_slots
         self.inherited: dict[str, int] = {}  # by request that is forked from another, when that one was admitted
-        self.num_computed = 0
+        self.num_computed = self.num_accepted = self.num_rejected = 0
         self.host: dict[int, list[list[Cell | None]]] = {}
         self.num_saved = self.num_loaded = 0
 
@@ -146,15 +151,16 @@ class NaiveDevice:
         for chunk in step.chunks:
             assert chunk.num_tokens >= 0
             assert len(chunk.token_ids) in (chunk.num_tokens, max(0, chunk.num_tokens - 1))
-            if chunk.admit:
+            if chunk.new:
                 assert bool(chunk.table) == (chunk.start > 0)
-                self.owner[chunk.slot] = chunk.request
-                self.admitted[chunk.slot] = self.inherited.pop(chunk.request.request_id, self.generation) \
+                self.owner[chunk.slot] = chunk.new.message
+                self.admitted[chunk.slot] = self.inherited.pop(chunk.request_id, self.generation) \
                     if chunk.num_tokens else self.admitted[before.slot]
             if chunk.table:
                 assert len(chunk.table) == len(self.windows)
                 self.table[chunk.slot] = [dict(enumerate(units)) for units in chunk.table]
-            assert self.owner[chunk.slot] is chunk.request, "the slot holds the sampling parameters of another request"
+            message = self._message(chunk)
+            assert chunk.num_samples <= max(chunk.num_tokens, 1)
             assert len(chunk.blocks) in (0, len(self.windows))
             blocks = iter(list(zip(*chunk.blocks, strict=True)))
             for index in range(chunk.num_tokens):
@@ -170,12 +176,29 @@ class NaiveDevice:
                 self.num_computed += 1
             assert next(blocks, None) is None, "a block too many"
             before = chunk if chunk.num_tokens else before
-            if chunk.samples:
+            if chunk.num_samples:
                 assert len(seen) == chunk.start + chunk.num_tokens, "it samples after another request's row"
-                token = next_token(self.model, seen, chunk.request.message.choice)
-                self.last_id[chunk.slot] = max(token, 0)
-                sampled.append(token)
+                sampled += self._sample(chunk, seen, message.choice)
         return sampled
+
+    def _sample(self, chunk: ScheduledChunk, seen: Sequence[int], choice: int) -> list[int]:
+        """The tokens after the chunk's last ones; after a proposed token that is not the one before it, rejections."""
+        tokens: list[int] = []
+        for end in range(len(seen) - chunk.num_samples + 1, len(seen) + 1):
+            if tokens and tokens[-1] != seen[end - 1]:
+                break
+            tokens.append(next_token(self.model, seen[:end], choice))
+        self.last_id[chunk.slot] = max(tokens[-1], 0)
+        rejected = chunk.num_samples - len(tokens)
+        self.num_accepted += len(tokens) - 1
+        self.num_rejected += rejected
+        return tokens + [REJECTED_TOKEN] * rejected
+
+    def _message(self, chunk: ScheduledChunk) -> EngineRequest:
+        message = self.owner[chunk.slot]
+        assert message is not None and message.request_id == chunk.request_id, \
+            "the slot holds the sampling parameters of another request"
+        return message
 
     def _move(self, transfers: Transfers) -> None:
         for save in transfers.saves:
@@ -208,7 +231,7 @@ class NaiveDevice:
         assert len(set(units)) == len(units), "two groups write to one unit"
         for unit in units:
             assert unit != NULL_BLOCK and 0 < unit < self.num_blocks
-            self.kv[unit, position % self.block_size] = Cell((*seen, token), chunk.request.message.cache_salt,
+            self.kv[unit, position % self.block_size] = Cell((*seen, token), self._message(chunk).cache_salt,
                                                              self.generation)
 
     def _read(self, chunk: ScheduledChunk, end: int) -> list[int]:
@@ -219,7 +242,7 @@ class NaiveDevice:
                 cell = self.kv[table[position // self.block_size], position % self.block_size]
                 tokens = tokens or cell.tokens
                 assert cell.tokens == tokens[: position + 1], f"position {position} is of another sequence"
-                assert cell.salt == chunk.request.message.cache_salt
+                assert cell.salt == self._message(chunk).cache_salt
                 assert cell.generation >= self.admitted[chunk.slot], "content from before the last reset was shared"
         assert len(tokens) == end
         return list(tokens)
@@ -231,8 +254,9 @@ class Harness:
     def __init__(
         self, *, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, sizes: Sequence[int] | None = None,
         model: Model = any_token, prefix_caching: bool = True, host_blocks: int = 0, swap: bool = False,
-        policy: str = "fcfs", groups: Sequence[KVGroup] = (KVGroup(),),
+        policy: str = "fcfs", groups: Sequence[KVGroup] = (KVGroup(),), proposed: int = 0,
     ) -> None:
+        self.proposed = proposed  # at most so many tokens for each request
         self.groups = tuple(groups)
         self.host_blocks = host_blocks
         self.block_size, self.budget, self.slots, self.model = block_size, budget, max_num_seqs, model
@@ -297,7 +321,11 @@ class Harness:
         self.check()
 
     def step(self) -> SchedulerOutput:
-        running = self._running()
+        if self.proposed:
+            if self.steps % 4:  # tokens proposed after others that are in flight are ignored
+                self.take_in()
+            self.propose(self.running(), self.proposed)
+        running = self.running()
         before = {name: request.num_preemptions for name, request in self.requests.items()}
         step = self.scheduler.schedule(float(self.steps))
         self.steps += bool(step.chunks or self.in_flight)
@@ -310,6 +338,23 @@ class Harness:
         self.in_flight = None if sampled is None else (step, sampled)
         self.check()
         return step
+
+    def take_in(self) -> None:
+        """Process what the step in flight has sampled, if there is one."""
+        if self.in_flight is not None:
+            self._process(self.scheduler.update_from_output(*self.in_flight))
+            self.in_flight = None
+            self.check()
+
+    def propose(self, names: Sequence[str], count: int) -> None:
+        """Propose so many tokens for the next step, right ones and wrong ones."""
+        for name in names:
+            tokens, proposed = list(self.requests[name].token_ids), list[int]()
+            for _ in range(count):
+                wrong = zlib.crc32(bytes(tokens)) % 4 == 0
+                proposed.append((max(0, next_token(self.model, tokens, self.messages[name].choice)) + wrong) % VOCAB)
+                tokens.append(proposed[-1])
+            self.scheduler.propose(name, proposed)
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
@@ -343,7 +388,7 @@ class Harness:
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         assert self.scheduler.live_ids() == self.live
 
-    def _running(self) -> list[str]:
+    def running(self) -> list[str]:
         """Running requests that have had a chunk; the last one is preempted first."""
         names = [name for name in self.live if self._status(name) is RequestStatus.RUNNING]
         return sorted(names, key=lambda name: self.policy.running_key(self.requests[name]))
@@ -353,20 +398,21 @@ class Harness:
 
     def _check_step(self, step: SchedulerOutput) -> None:
         chunks = step.chunks
-        self.requests |= {chunk.request.request_id: chunk.request for chunk in chunks}
+        live = self.scheduler._queues.live
+        self.requests |= {chunk.request_id: live[chunk.request_id] for chunk in chunks}
         assert step.num_tokens == sum(chunk.num_tokens for chunk in chunks) <= self.budget
         assert step.num_tokens <= max(self.sizes), "no step size holds this step"
         assert len({chunk.slot for chunk in chunks}) == len(chunks)
-        names = [chunk.request.request_id for chunk in chunks]
+        names = [chunk.request_id for chunk in chunks]
         rows = [min(size, self.slots) for size in self.sizes if size >= step.num_tokens]
         assert step.num_sampled <= max(rows), "more samples than a step has rows for"
         for chunk in chunks:
-            request = chunk.request
+            request = self.requests[chunk.request_id]
             assert request.num_blocks <= -(-request.num_tokens // self.block_size), "more blocks than it needs"
-        running = self._running()
+        running = self.running()
         if running and running[0] not in names:
             first = self.requests[running[0]]
-            resumed = first.family is None or not (first.paused or first.num_pending)
+            resumed = not first.num_proposed if first.family is None else not (first.paused or first.num_pending)
             assert not resumed or first.num_output_tokens == first.message.max_tokens, "the first request has to wait"
 
     def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
@@ -468,15 +514,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 2, 3, 7, 16, 33, 80]), ladder=st.sampled_from(["cpu", "cuda", "sparse", "none"]),
         prefix_caching=st.sampled_from([True, True, False]), host_blocks=st.sampled_from([0, 0, 1, 5, 40]),
         swap=st.booleans(), policy=st.sampled_from(["fcfs", "fcfs", "priority", "predicted"]), groups=KV_GROUPS,
+        proposed=st.sampled_from([0, 0, 1, 3, 9]),
     )
     def begin(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, ladder: str,
-              prefix_caching: bool, host_blocks: int, swap: bool, policy: str, groups: Sequence[KVGroup]) -> None:
+              prefix_caching: bool, host_blocks: int, swap: bool, policy: str, groups: Sequence[KVGroup],
+              proposed: int) -> None:
         if len(groups) > 1:  # room for a request of some blocks
             num_blocks *= sum(group.width for group in groups)
         sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
         self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
                                sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching,
-                               host_blocks=host_blocks, swap=swap, policy=policy, groups=groups)
+                               host_blocks=host_blocks, swap=swap, policy=policy, groups=groups, proposed=proposed)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
@@ -536,6 +584,43 @@ def test_long_random_runs() -> None:
 def prompts(count: int, length: int) -> Iterator[list[int]]:
     for number in range(count):
         yield [(number + position) % VOCAB for position in range(length)]
+
+
+def test_proposed_tokens_save_steps_and_rejected_ones_cost_none() -> None:
+    plain, proposing = (Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=32, model=plain_token,
+                                proposed=proposed) for proposed in (0, 3))
+    for harness in (plain, proposing):
+        for prompt in prompts(2, 10):
+            harness.add(prompt, 40)
+        harness.drain()
+    assert proposing.device.num_accepted > 10 and proposing.device.num_rejected > 10
+    assert proposing.steps < 0.8 * plain.steps
+
+
+def test_no_token_is_proposed_to_a_prompt_that_forks_wait_for() -> None:
+    """The leader's second chunk has one token, as a decode has, and its forks continue after that chunk's last row."""
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, budget=8, model=plain_token, proposed=3)
+    harness.add_choices(2, list(range(9)), 10)
+    harness.drain()
+    assert harness.device.num_accepted > 0
+
+
+@pytest.mark.parametrize("num_blocks", [23, 29])
+def test_a_request_preempted_while_its_proposed_tokens_are_computed_loses_nothing(num_blocks: int) -> None:
+    """The older request takes its blocks for the next token, in a step that is planned before their rows are read."""
+    harness = Harness(num_blocks=num_blocks, block_size=1, max_num_seqs=8, budget=32, model=plain_token)
+    _, newer = (harness.add(prompt, 14) for prompt in prompts(2, 6))
+    preempted = False
+    while harness.live:
+        harness.take_in()
+        if newer in harness.running():
+            harness.propose([newer], 3)
+        harness.step()
+        proposed, before = harness.requests[newer].num_proposed, harness.requests[newer].num_preemptions
+        harness.step()
+        preempted |= proposed > 0 and harness.requests[newer].num_preemptions > before
+    assert preempted
+    harness.drain()
 
 
 @pytest.mark.parametrize("budget", [1, 7, 33, 64])
@@ -696,7 +781,7 @@ def test_running_requests_are_served_before_a_long_prompt() -> None:
     long = harness.add([1] * 100, 2)
     for _ in range(7):
         step = harness.step()
-        by_name = {chunk.request.request_id: chunk.num_tokens for chunk in step.chunks}
+        by_name = {chunk.request_id: chunk.num_tokens for chunk in step.chunks}
         assert [by_name[name] for name in streams] == [1, 1]
         assert by_name[long] == 14
         assert step.kind == "mixed"
