@@ -9,12 +9,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from jaxpaged import __version__
-from jaxpaged.core.errors import EngineDeadError, RequestError
+from jaxpaged.core.errors import EngineDeadError, RequestError, UnavailableError
 from jaxpaged.core.limits import LIMITS
 from jaxpaged.server.engine.output_stream import RequestFailedError, StreamClosedError
 from jaxpaged.server.gate import Gate
 from jaxpaged.server.protocol.body import Body
-from jaxpaged.server.protocol.error_answers import RETRY_AFTER_SECONDS, error_body, error_json, error_status
+from jaxpaged.server.protocol.error_answers import (
+    RETRY_AFTER_SECONDS,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    TooManyBodiesError,
+    error_body,
+    error_json,
+    error_status,
+)
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
 from jaxpaged.server.protocol.responses import json_response, server_error
 from jaxpaged.server.routes.api import Api
@@ -63,13 +71,17 @@ def make_app(api: Api) -> FastAPI:
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     status = error_status(error)
-    headers = {503: {"retry-after": str(RETRY_AFTER_SECONDS)}, 408: {"connection": "close"}}.get(status)
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if status == 503 else {}
+    if isinstance(error, (BodyTimeoutError, BodyTooLargeError, TooManyBodiesError)):
+        headers["connection"] = "close"  # the rest of the body is not read
     return json_response(error_body(error), status, headers)
 
 
 async def _on_server_error(request: Request, error: Exception) -> Response:
     if isinstance(error, EngineDeadError):  # part of the body may still be in transit
         return json_response(server_error(error), 503, {"connection": "close"})
+    if isinstance(error, UnavailableError):
+        return json_response(server_error(error), 503, {"retry-after": str(RETRY_AFTER_SECONDS)})
     return json_response(server_error(error), 500)
 
 
@@ -90,7 +102,8 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 _HANDLERS: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
-    RequestError: _on_request_error, EngineDeadError: _on_server_error, RequestFailedError: _on_server_error,
+    RequestError: _on_request_error, EngineDeadError: _on_server_error, UnavailableError: _on_server_error,
+    RequestFailedError: _on_server_error,
     HTTPException: _on_http_error, ClientDisconnect: _on_client_gone, StreamClosedError: _on_client_gone,
     Exception: _on_bug,
 }

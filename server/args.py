@@ -17,6 +17,8 @@ from jaxpaged.core.errors import ConfigError
 from jaxpaged.core.flags import Parser, add_flags, flag_of, merge_model, new_parser, parse_flags
 from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS
 
+BODIES = 8  # bodies of the largest size that may be half received at once
+
 
 def _flag(default: Any, help: str, *, group: str = "server", show: bool = True, **more: Any) -> Any:
     return field(default=default, repr=show, metadata={"help": help, "group": group, **more})
@@ -48,7 +50,7 @@ class ServerConfig:
     uvicorn_log_level: str = _flag("info", "log level of the HTTP server",
                                    choices=("critical", "error", "warning", "info", "debug", "trace"))
     disable_access_log: bool = _flag(False, "no log line for each HTTP request", alias="--disable-uvicorn-access-log")
-    enable_log_requests: bool = _flag(False, "log the sizes and sampling parameters of each request, never its text")
+    enable_log_requests: bool = _flag(False, "log the sizes and sampling parameters of each request, never its texts")
     disable_log_stats: bool = _flag(False, "no statistics in the log every 10 seconds")
     enable_reset_prefix_cache: bool = _flag(False, "serve POST /reset_prefix_cache")
     enable_auto_tool_choice: bool = _flag(False, "let the model decide to call tools; needs --tool-call-parser")
@@ -56,13 +58,19 @@ class ServerConfig:
                                          choices=tuple(TOOL_PARSERS))
     max_connections: int = _flag(0, "maximum number of open connections; 0: as many as the process may open files",
                                  group="limits")
-    max_request_bytes: int = _flag(2**23, "maximum size of a request body", group="limits")
+    max_request_bytes: int = _flag(2**23, "maximum size of a request body; all that are still being received may "
+                                   f"together take {BODIES} times that", group="limits")
     body_timeout: float = _seconds(60.0, "time for a client to send a request's body")
+    head_timeout: float = _seconds(30.0, "time for a client to send a request's line and headers")
+    write_timeout: float = _seconds(300.0, "time for a client to read on while an answer waits for it")
     keep_alive_timeout: int = _seconds(65, "time that an idle connection stays open")
     chat_template_timeout: float = _seconds(10.0, "time for the chat template to render one conversation")
     structured_outputs_timeout: float = _seconds(2.0, "time to compile one schema, regular expression or grammar")
     stream_keep_alive: float = _seconds(15.0, "idle streams receive an SSE keep-alive comment this often; 0: never")
-    engine_timeout: float = _seconds(60.0, "time without a message from the engine until /health answers 503")
+    engine_timeout: float = _seconds(60.0, "time without a message from the engine until running requests fail and "
+                                     "/health answers 503")
+    exit_on_engine_timeout: bool = _flag(False, "end with exit code 1 after --engine-timeout, for a supervisor to "
+                                         "start the server again", group="limits")
     shutdown_timeout: float = _seconds(30.0, "time for running requests to finish after SIGTERM or SIGINT")
 
     def __post_init__(self) -> None:
@@ -87,8 +95,8 @@ class ServerConfig:
         for name in ("shutdown_timeout", "stream_keep_alive"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{flag_of(name)} must be at least 0 seconds, not {getattr(self, name)}")
-        for name in ("engine_timeout", "body_timeout", "keep_alive_timeout", "chat_template_timeout",
-                     "structured_outputs_timeout"):
+        for name in ("engine_timeout", "head_timeout", "body_timeout", "write_timeout", "keep_alive_timeout",
+                     "chat_template_timeout", "structured_outputs_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{flag_of(name)} must be above 0 seconds, not {getattr(self, name)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.server.args import Arguments, ServerConfig
 from jaxpaged.server.engine.client import EngineClient
-from jaxpaged.server.http_protocol import http_protocol
+from jaxpaged.server.http_protocol import HttpBounds, http_protocol
 from jaxpaged.server.logs import set_up_logging
 from jaxpaged.server.sandbox.grammar_process import GrammarProcesses
 from jaxpaged.server.sandbox.template_process import TemplateProcesses
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 # Long enough for a load balancer's health check to see the 503 before connections are refused.
 DEAD_ENGINE_GRACE_SECONDS = 10.0
 STATISTICS_SECONDS = 10.0
+THREAD_SECONDS = 1.0  # for threads that prepare requests to end
+SPARE_FILES = 64  # for all that is no connection: models, logs, pipes to the other processes
 CLOSE_SECONDS = 5  # for complete responses that are not yet read, and for the engine to end
 
 
@@ -54,10 +57,24 @@ def serve(arguments: Arguments) -> int:
         _check_certificate(arguments.server)
         with _listener(arguments.server) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             files = _raise_file_limit()
-            return runner.run(_Server(arguments, listener, files).run())
+            code = runner.run(_Server(arguments, listener, files).run())
     except JaxpagedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    _end_with_threads(code)
+    return code
+
+
+def _end_with_threads(code: int) -> None:
+    """End the process here if threads are still at work: the interpreter would wait for them, however long that is."""
+    deadline = time.monotonic() + THREAD_SECONDS
+    threads = [thread for thread in threading.enumerate()
+               if not thread.daemon and thread is not threading.current_thread()]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        logging.shutdown()
+        os._exit(code)
 
 
 class _Server:
@@ -97,7 +114,8 @@ class _Server:
         # Resolved here, once: two processes must not download the same files.
         path = await asyncio.to_thread(resolve_model, config.model, config.revision, config.download_dir)
         local = dataclasses.replace(config, model=str(path))
-        self._client = EngineClient(local, timeout=self._config.engine_timeout, on_death=self._on_engine_death)
+        self._client = EngineClient(local, timeout=self._config.engine_timeout, on_death=self._on_engine_death,
+                                    on_stall=self._on_engine_stall)
         # The web framework is slow to import, so the engine process starts first.
         from jaxpaged.server.routes.api import TOKENIZE_THREADS, Api
 
@@ -116,7 +134,9 @@ class _Server:
                                                 timeout=self._config.chat_template_timeout,
                                                 memory=LIMITS.max_template_bytes)
             tokenizer.render_chat_template = self._templates.render
-        self._api = Api(self._config, self._client, front, names=names, info=info, embeddings=config.enable_embeddings)
+        helpers = [processes.fault for processes in (self._templates, self._grammars) if processes is not None]
+        self._api = Api(self._config, self._client, front, names=names, info=info, embeddings=config.enable_embeddings,
+                        helper_faults=helpers)
 
     async def _serve(self) -> None:
         from jaxpaged.server.app import make_app
@@ -124,11 +144,9 @@ class _Server:
         assert self._api is not None and self._metrics is not None
         self._http = _Http(uvicorn.Config(
             make_app(self._api), log_config=None, log_level=self._config.uvicorn_log_level,
-            access_log=not self._config.disable_access_log, http=http_protocol(LIMITS.max_head_bytes),
-            h11_max_incomplete_event_size=LIMITS.max_head_bytes, ws="none", lifespan="off",
+            access_log=not self._config.disable_access_log, http=self._http_protocol(), ws="none", lifespan="off",
             server_header=False, timeout_keep_alive=self._config.keep_alive_timeout,
             timeout_graceful_shutdown=CLOSE_SECONDS,
-            limit_concurrency=self._config.max_connections or max(16, self._files - 64),
             ssl_keyfile=self._config.ssl_keyfile, ssl_certfile=self._config.ssl_certfile))
         statistics = None if self._config.disable_log_stats else asyncio.create_task(_log_statistics(self._metrics))
         await self._http.serve([self._listener])
@@ -138,6 +156,12 @@ class _Server:
         for processes in (self._templates, self._grammars):
             if processes is not None:
                 processes.close()
+
+    def _http_protocol(self) -> type[asyncio.Protocol]:
+        config = self._config
+        return http_protocol(HttpBounds(
+            max_head_bytes=LIMITS.max_head_bytes, head_timeout=config.head_timeout, write_timeout=config.write_timeout,
+            max_connections=config.max_connections or max(16, self._files - SPARE_FILES)))
 
     def _on_signal(self, number: int) -> None:
         if self._http is None or self._ending is not None:
@@ -159,6 +183,12 @@ class _Server:
         self._exit_code = 1
         if self._ending is None:
             logger.error("the engine has ended; exiting in %g s", DEAD_ENGINE_GRACE_SECONDS)
+            self._ending = asyncio.create_task(self._end_later())
+
+    def _on_engine_stall(self) -> None:
+        if self._config.exit_on_engine_timeout and self._ending is None:
+            self._exit_code = 1
+            logger.error("exiting in %g s (--exit-on-engine-timeout)", DEAD_ENGINE_GRACE_SECONDS)
             self._ending = asyncio.create_task(self._end_later())
 
     async def _end_later(self) -> None:

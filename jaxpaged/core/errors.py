@@ -56,6 +56,10 @@ class OverloadedError(RequestError):
     """The waiting queue is full; the same request may succeed later."""
 
 
+class UnavailableError(JaxpagedError, RuntimeError):
+    """A part of the server cannot do its work at the moment; the same request may succeed later."""
+
+
 class EngineDeadError(JaxpagedError, RuntimeError):
     """The engine has stopped and serves no more requests."""
 

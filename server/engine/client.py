@@ -31,6 +31,7 @@ from jaxpaged.server.engine.process import EngineProcess
 
 logger = logging.getLogger(__name__)
 
+WATCH_SECONDS = 1.0  # between two looks at an engine that may be hung
 POOL_STATE_SECONDS = 0.25  # a pool state is reused for this long
 
 
@@ -45,11 +46,13 @@ class EngineClient:
         config: for the engine; its model is a local path.
         timeout: seconds without a message after which a running engine counts as hung.
         on_death: called once if the engine ends unexpectedly.
+        on_stall: called each time that it begins to count as hung, after its running requests have failed.
     """
 
-    def __init__(self, config: EngineConfig, *, timeout: float, on_death: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, *, timeout: float, on_death: Callable[[], None],
+                 on_stall: Callable[[], None]) -> None:
         self._max_waiting = config.max_waiting_requests
-        self._timeout, self._on_death = timeout, on_death
+        self._timeout, self._on_death, self._on_stall = timeout, on_death, on_stall
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._process = EngineProcess(config)
@@ -77,6 +80,7 @@ class EngineClient:
         """Start to accept requests."""
         self._capacity = info.max_num_seqs + self._max_waiting
         self._front = front
+        self._watching = self._loop.create_task(self._watch())
 
     @property
     def pid(self) -> int:
@@ -184,6 +188,18 @@ class EngineClient:
         """End the engine process at once."""
         self._closing = True
         self._process.kill()
+
+    async def _watch(self) -> None:
+        """End the running requests of an engine that gives no sign of life."""
+        stalled = False
+        while self._ended is None:
+            await asyncio.sleep(min(self._timeout / 4, WATCH_SECONDS))
+            fault = self.fault()
+            if fault is not None and not stalled and self._ended is None:
+                logger.error("%s: its requests end with an error (--engine-timeout)", fault)
+                self.fail_all(EngineDeadError(fault))
+                self._on_stall()
+            stalled = fault is not None
 
     def _release(self, stream: OutputStream, request_id: str) -> None:
         del self._streams[request_id]

@@ -5,6 +5,7 @@ closes, however the parent ended. It ignores SIGINT and SIGTERM, which terminals
 the parent decides when running requests have had enough time.
 """
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -23,12 +24,13 @@ from jaxpaged.core.errors import JaxpagedError
 from jaxpaged.core.messages import EngineFailure
 from jaxpaged.core.quiet_start import without_cuda_notices
 from jaxpaged.server.logs import set_up_logging
-from jaxpaged.server.sandbox.child_process import start_child
+from jaxpaged.server.sandbox.child_process import exit_text, start_child
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 _MAX_REASON_CHARS = 200
+_KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,7 @@ class EngineProcess:
             code = self._process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             return "the engine process closed its connection"
-        if code < 0:
-            return f"the engine process was ended by {signal.Signals(-code).name}"
-        return f"the engine process ended with exit code {code}"
+        return f"the engine process {exit_text(code)}"
 
     def join(self, timeout: float) -> None:
         """Wait for the child to end; kill it after `timeout` seconds."""
@@ -67,7 +67,8 @@ class EngineProcess:
     def kill(self) -> None:
         """Kill the child."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver may not end even then
+            self._process.wait(_KILL_SECONDS)
 
 
 def run_child(pipe: Connection) -> int:

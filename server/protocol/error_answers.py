@@ -15,6 +15,10 @@ class BodyTimeoutError(RequestError):
     """The request body did not arrive in time."""
 
 
+class TooManyBodiesError(OverloadedError):
+    """The request body was given up for others that are being received, too."""
+
+
 class MediaTypeError(RequestError):
     """The content type of the request body is not plain JSON."""
 

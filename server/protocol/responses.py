@@ -1,40 +1,14 @@
-"""Reading request bodies within a limit, noticing disconnects, and writing answers."""
+"""Noticing disconnects, and writing answers."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpaged.core.errors import EngineDeadError
-from jaxpaged.server.protocol.error_answers import BodyTooLargeError, MediaTypeError, error_json
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, of at most `limit` bytes; memory stays bounded whatever the client sends.
-
-    Raises:
-        BodyTooLargeError: the body is larger.
-        MediaTypeError: a content type or encoding other than plain JSON.
-    """
-    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        raise MediaTypeError("the content type must be application/json")
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise MediaTypeError("compressed request bodies are not supported")
-    too_large = BodyTooLargeError(f"the request body exceeds {limit} bytes (--max-request-bytes)")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limit:
-        raise too_large
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
-    return b"".join(parts)
+from jaxpaged.core.errors import EngineDeadError, UnavailableError
+from jaxpaged.server.protocol.error_answers import error_json
 
 
 @contextlib.contextmanager
@@ -84,4 +58,5 @@ def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | N
 
 def server_error(error: Exception) -> bytes:
     """OpenAI's error object for a failure of the server."""
-    return error_json(str(error), "service_unavailable" if isinstance(error, EngineDeadError) else "internal_error")
+    unavailable = isinstance(error, (EngineDeadError, UnavailableError))
+    return error_json(str(error), "service_unavailable" if unavailable else "internal_error")

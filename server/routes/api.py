@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 
 from jaxpaged import __version__
-from jaxpaged.core.errors import EngineDeadError, NotSupportedError, RequestError
+from jaxpaged.core.errors import EngineDeadError, NotSupportedError, RequestError, UnavailableError
 from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding
 from jaxpaged.frontend.front import Front
 from jaxpaged.frontend.input_processor import ProcessedRequest
-from jaxpaged.server.args import ServerConfig
+from jaxpaged.server.args import BODIES, ServerConfig
 from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.engine.output_stream import OutputStream
 from jaxpaged.server.parsers.reasoning import split_reasoning
@@ -28,16 +28,18 @@ from jaxpaged.server.protocol.body import Body, BodyReader
 from jaxpaged.server.protocol.chat_answer import ChoiceParser
 from jaxpaged.server.protocol.chat_tools import choose_tools
 from jaxpaged.server.protocol.error_answers import BodyTimeoutError, to_json
+from jaxpaged.server.protocol.incoming_bodies import IncomingBodies
 from jaxpaged.server.protocol.logprob_shapes import LogprobShape
 from jaxpaged.server.protocol.reasoning_tokens import ReasoningTokens
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest, template_options
-from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect, read_body
+from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect
 from jaxpaged.server.protocol.structure import structured_outputs_field
 from jaxpaged.server.routes.echo import Echo
 from jaxpaged.server.routes.embedding_route import EmbeddingRequest, embedding_answer
 from jaxpaged.server.routes.engine_state import engine_state
 from jaxpaged.server.routes.page import page_response
 from jaxpaged.server.routes.pending_completion import MakeParser, PendingCompletion
+from jaxpaged.server.routes.request_log import params_text
 from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest, TokenRoutes
 
 logger = logging.getLogger(__name__)
@@ -59,11 +61,13 @@ class Api:
         names: the served model's names; the first is the main one.
         info: the engine's.
         embeddings: whether the engine computes them.
+        helper_faults: each says what is wrong with the processes for some part of the work, if anything is.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, front: Front, *, names: Sequence[str],
-                 info: EngineInfo, embeddings: bool = False) -> None:
-        self.config = config
+                 info: EngineInfo, embeddings: bool = False,
+                 helper_faults: Sequence[Callable[[], str | None]] = ()) -> None:
+        self.config, self._helper_faults = config, helper_faults
         self._client, self._inputs, self._metrics = client, front.inputs, front.metrics
         self.names, self._info, self._defaults = tuple(names), info, front.default_params
         self._tokenizer, self._embeddings = front.tokenizer, embeddings
@@ -76,13 +80,13 @@ class Api:
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._page = page_response()
         self._refusal: str | None = None
-        self._reading: set[asyncio.Timeout] = set()  # timeouts of bodies that are still being received
+        self._incoming = IncomingBodies(max_bytes=config.max_request_bytes, timeout=config.body_timeout,
+                                        max_total_bytes=BODIES * config.max_request_bytes)
 
     def refuse(self, reason: str) -> None:
         """Answer 503 to all new requests from now on, including those received in part."""
         self._refusal = reason
-        for deadline in self._reading:
-            deadline.reschedule(0.0)
+        self._incoming.end_all()
 
     def close(self) -> None:
         """End the threads."""
@@ -90,8 +94,12 @@ class Api:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine is alive, makes progress and accepts requests; 503 otherwise."""
+        """200 while every kind of request can be served; 503 otherwise."""
         self._check_serving()
+        for fault in self._helper_faults:
+            reason = fault()
+            if reason is not None:
+                raise UnavailableError(reason)
         return Response(b"")
 
     async def version(self, request: Request) -> Response:
@@ -230,7 +238,7 @@ class Api:
                 requests = await self._submit(stream, prepare, ordinal, prompts)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,
-                                sum(len(item.prompt_token_ids) for item in requests), params)
+                                sum(len(item.prompt_token_ids) for item in requests), params_text(params))
                 chat = isinstance(body, ChatCompletionRequest)
                 sent_id = request.headers.get("x-request-id", "")[:LIMITS.max_request_id_chars]
                 name = body.request_id or sent_id or ordinal
@@ -280,17 +288,11 @@ class Api:
         return json_response(await asyncio.get_running_loop().run_in_executor(self._threads, run))
 
     async def _read_body(self, request: Request) -> bytes:
-        seconds = self.config.body_timeout
-        deadline = asyncio.timeout(seconds)
         try:
-            async with deadline:
-                self._reading.add(deadline)
-                return await read_body(request, self.config.max_request_bytes)
-        except TimeoutError:
+            return await self._incoming.read(request)
+        except BodyTimeoutError:
             self._check_serving()  # `refuse` ends the wait, too
-            raise BodyTimeoutError(f"the request body did not arrive within {seconds:g} s (--body-timeout)") from None
-        finally:
-            self._reading.discard(deadline)
+            raise
 
     def _logprob_shape(self, chat: bool, params: SamplingParams) -> LogprobShape | None:
         if params.logprobs is None:

@@ -3,119 +3,259 @@
 A thread cannot be stopped, least of all in native code; a process can be killed.
 """
 
+import contextlib
 import logging
 import pickle
-import queue
 import resource
 import signal
+import subprocess
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.core.errors import JaxpagedError, RequestError
-from jaxpaged.server.sandbox.child_process import start_child
+from jaxpaged.core.errors import JaxpagedError, RequestError, UnavailableError
+from jaxpaged.server.sandbox.child_process import exit_text, start_child
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
+RETRY_SECONDS = 0.5  # until a start that has failed is tried again; twice as long after each further failure
+MAX_RETRY_SECONDS = 30.0
+END_SECONDS = 1.0  # to wait for a killed process
 
 
 class CutOffError(JaxpagedError):
-    """The job exceeded its time, or ended its process."""
+    """The job exceeded its time or memory."""
+
+
+class _EndedError(Exception):
+    """The process of a job has ended, for a reason of its own; the text says which."""
 
 
 class BoundedProcesses:
     """Runs jobs, each in one of several processes. May be called from several threads.
 
+    A thread of its own starts the processes, replaces those that have ended, and tries again after a start that has
+    failed: a job waits only while a process runs or starts, and none is lost for good.
+
     Args:
         begin: runs once in each process and returns the function that runs the jobs. Pickled, like jobs and results.
-        name: shown in the processes' command lines.
+        name: what the processes are for, shown in their command lines and in errors.
         timeout: seconds per job.
+        timeout_flag: the flag that sets it, for errors.
         memory: bytes that a process may grow by while it runs jobs.
         count: number of processes; each starts with the first job that finds no idle one, unless `eager`.
     """
 
-    def __init__(self, begin: Callable[[], Callable[[Any], Any]], *, name: str, timeout: float, memory: int, count: int,
-                 eager: bool = False) -> None:
+    def __init__(self, begin: Callable[[], Callable[[Any], Any]], *, name: str, timeout: float, timeout_flag: str,
+                 memory: int, count: int, eager: bool = False) -> None:
         self._parts = begin, memory
-        self._name, self._timeout = name, timeout
+        self._name, self._timeout, self._timeout_flag, self._count = name, timeout, timeout_flag, count
+        self._changed = threading.Condition()  # guards all that follows
+        self._wanted = count if eager else 0
         self._children: set[_Child] = set()
+        self._idle: list[_Child] = []
+        self._num_jobs = 0
+        self._failure: str | None = None  # of the last start
         self._closed = False
-        self._idle: queue.SimpleQueue[_Child | None] = queue.SimpleQueue()
-        for _ in range(count):
-            self._idle.put(self._start() if eager else None)
+        threading.Thread(target=self._keep_running, name=f"{name}-keeper", daemon=True).start()
+
+    def fault(self) -> str | None:
+        """Why no job can be run at the moment; None while a process runs, or before the first is needed."""
+        with self._changed:
+            if self._closed:
+                return "the server is shutting down"
+            return None if any(child.ready and child.is_alive for child in self._children) else self._failure
 
     def run_job(self, job: object) -> Any:
-        """The result of a job.
+        """The result of a job. If its process ends for a reason of its own, the job is tried once more.
 
         Raises:
             RequestError: the job's own.
             CutOffError: it exceeded its time or memory.
-            RecursionError: it is nested too deeply to be sent.
+            RecursionError: it is nested too deeply to be sent, or to be run.
+            UnavailableError: no process can be started, two have ended, or the pool was closed.
         """
-        child = self._idle.get()
+        message = pickle.dumps(job)  # here: if this fails, nothing was sent
         try:
-            if child is None:
-                child = self._start()
-            answer = child.run_job(job, self._timeout)
-        except TimeoutError:
-            logger.warning("%s: cut off after %g s", self._name, self._timeout)
-            raise CutOffError(f"did not end within {self._timeout:g} s") from None
-        except (EOFError, OSError):
-            logger.warning("%s: a job ended its process", self._name)
-            raise CutOffError("failed") from None
-        finally:
-            if child is not None and not child.good:
-                child.end()
-                self._children.discard(child)
-                child = None if self._closed else self._start()
-            self._idle.put(child)
-        if isinstance(answer, RequestError):
-            raise answer
-        return answer
+            return self._try(message)
+        except _EndedError as error:
+            logger.warning("a process for %s %s; trying its job once more", self._name, error)
+        try:
+            return self._try(message)
+        except _EndedError as error:
+            logger.error("a second process for %s %s", self._name, error)
+            raise UnavailableError(f"two processes for {self._name} have ended one after the other; try again later"
+                                   ) from None
 
     def close(self) -> None:
-        """Kill the processes, including busy ones."""
-        self._closed = True
-        for child in tuple(self._children):
+        """Kill the processes, including busy ones. Jobs that wait or run end with UnavailableError."""
+        with self._changed:
+            self._closed = True
+            children = tuple(self._children)
+            self._changed.notify_all()
+        for child in children:
             child.end()
 
-    def _start(self) -> "_Child":
-        child = _Child(self._name, self._parts)
-        self._children.add(child)
-        return child
+    def _try(self, message: bytes) -> Any:
+        with self._changed:
+            self._num_jobs += 1
+            self._wanted = max(self._wanted, min(self._num_jobs, self._count))
+            self._changed.notify_all()
+        child: _Child | None = None
+        try:
+            child = self._take()
+            answer = self._run(child, message)
+        finally:
+            self._give_back(child)
+        if isinstance(answer, (RequestError, RecursionError)):
+            raise answer
+        if isinstance(answer, MemoryError):
+            raise self._exceeded_memory()
+        return answer
+
+    def _run(self, child: "_Child", message: bytes) -> Any:
+        try:
+            return child.run_job(message, self._timeout)
+        except TimeoutError:
+            logger.warning("%s: cut off after %g s", self._name, self._timeout)
+            raise CutOffError(f"did not end within {self._timeout:g} s ({self._timeout_flag})") from None
+        except (EOFError, OSError):
+            if self._closed:
+                raise UnavailableError("the server is shutting down") from None
+            code = child.exit_code()
+            if code == -signal.SIGABRT:  # native code ends like this when it gets no more memory
+                raise self._exceeded_memory() from None
+            raise _EndedError(exit_text(code)) from None
+
+    def _exceeded_memory(self) -> CutOffError:
+        logger.warning("%s: a job exceeded its memory", self._name)
+        return CutOffError("needs too much memory")
+
+    def _take(self) -> "_Child":
+        """An idle process, once there is one."""
+        with self._changed:
+            while True:
+                while self._idle:
+                    child = self._idle.pop()
+                    if child.is_alive:
+                        return child
+                    self._children.discard(child)
+                    self._changed.notify_all()
+                fault = self.fault()
+                if fault is not None:
+                    raise UnavailableError(fault)
+                self._changed.wait()
+
+    def _give_back(self, child: "_Child | None") -> None:
+        if child is not None and not child.good:
+            child.end()
+        with self._changed:
+            self._num_jobs -= 1
+            if child is not None and child.good:
+                self._idle.append(child)
+            else:
+                self._children -= {child}
+            self._changed.notify_all()
+
+    def _keep_running(self) -> None:
+        """Start processes whenever fewer run than are wanted, until the pool is closed."""
+        delay = RETRY_SECONDS
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or len(self._children) < self._wanted)
+                if self._closed:
+                    return
+                missing = self._wanted - len(self._children)
+            try:
+                self._start(missing)
+            except Exception as error:  # this thread must live; the operating system's errors share no base
+                if self._closed:
+                    return
+                logger.warning("a process for %s cannot be started: %s; trying again in %g s", self._name, error,
+                               delay)
+                with self._changed:
+                    self._failure = f"no process for {self._name} can be started at the moment; try again later"
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._closed, delay)
+                delay = min(2 * delay, MAX_RETRY_SECONDS)
+            else:
+                delay = RETRY_SECONDS
+
+    def _start(self, count: int) -> None:
+        """Start processes side by side and wait until each can take jobs."""
+        started: list[_Child] = []
+        try:
+            for _ in range(count):
+                child = _Child(self._name, self._parts)
+                started.append(child)
+                with self._changed:
+                    self._children.add(child)
+            for child in started:
+                child.wait_ready()
+                with self._changed:
+                    self._failure = None
+                    self._idle.append(child)
+                    self._changed.notify_all()
+        finally:
+            for child in started:
+                if not child.ready or self._closed:
+                    child.end()
+                    with self._changed:
+                        self._children.discard(child)
 
 
 class _Child:
-    """One process; `good` unless it failed to answer."""
+    """One process; `ready` to take jobs, and `good` unless it failed to answer one."""
 
     def __init__(self, name: str, parts: object) -> None:
-        self.good = True
-        self._ready = False
+        self.ready, self.good = False, True
         self._process, self._pipe = start_child(__name__, name, parts)
 
-    def run_job(self, job: object, timeout: float) -> Any:
-        """The child's answer, within `timeout` seconds once it is ready."""
-        message = pickle.dumps(job)  # separately: if this fails, nothing was sent
-        self.good = False
-        if not self._ready:
+    def wait_ready(self) -> None:
+        """Wait until it can take jobs.
+
+        Raises:
+            TimeoutError, OSError, EOFError: it cannot.
+        """
+        try:
             self._receive(START_SECONDS)
-            self._ready = True
+        except EOFError:
+            raise OSError(f"it {exit_text(self.exit_code())}") from None
+        self.ready = True
+
+    def run_job(self, message: bytes, timeout: float) -> Any:
+        """The answer to a pickled job, within `timeout` seconds."""
+        self.good = False
         self._pipe.send_bytes(message)
         answer = self._receive(timeout)
-        self.good = True
+        self.good = not isinstance(answer, MemoryError)
         return answer
 
     def _receive(self, timeout: float) -> Any:
         if not self._pipe.poll(timeout):
-            raise TimeoutError
+            raise TimeoutError(f"no answer within {timeout:g} s")
         return self._pipe.recv()
 
-    def end(self) -> None:
-        """Kill it; reading its answer then raises EOFError."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def exit_code(self) -> int:
+        """The exit code of a process that has closed its end of the pipe."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(END_SECONDS)
+        return self.end()
+
+    def end(self) -> int:
+        """Kill it; reading its answer then raises EOFError. Returns the exit code."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(END_SECONDS)
+        return -signal.SIGKILL
 
 
 def run_child(pipe: Connection) -> None:
@@ -133,7 +273,7 @@ def run_child(pipe: Connection) -> None:
             job = pipe.recv()
             try:
                 answer = run_job(job)
-            except RequestError as error:
+            except (RequestError, RecursionError, MemoryError) as error:
                 answer = error
             pipe.send(answer)
     except (EOFError, OSError):

@@ -27,6 +27,7 @@ class GrammarProcesses:
 
     def __init__(self, *, timeout: float, limits: Limits = LIMITS) -> None:
         self._processes = BoundedProcesses(partial(_begin, limits), name="grammars", timeout=timeout,
+                                           timeout_flag="--structured-outputs-timeout",
                                            memory=limits.max_grammar_bytes, count=PROCESSES)
 
     def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
@@ -34,16 +35,20 @@ class GrammarProcesses:
 
         Raises:
             RequestError: it does not compile, or not within the limits of time and memory.
+            UnavailableError: no process can be started, or two have ended.
         """
         try:
             grammar: Grammar = self._processes.run_job(wanted)
         except CutOffError as error:
-            raise RequestError(f"compiling the schema, regular expression or grammar {error}; make it simpler "
-                               "(--structured-outputs-timeout)",
+            raise RequestError(f"compiling the schema, regular expression or grammar {error}; make it simpler",
                                param="structured_outputs") from None
         except RecursionError:
             raise RequestError("the JSON schema is nested too deeply", param="structured_outputs") from None
         return grammar
+
+    def fault(self) -> str | None:
+        """Why no grammar can be compiled at the moment."""
+        return self._processes.fault()
 
     def close(self) -> None:
         """End the processes."""

@@ -20,22 +20,27 @@ class TemplateProcesses:
 
     def __init__(self, template: ChatTemplate, *, timeout: float, memory: int, count: int) -> None:
         self._processes = BoundedProcesses(partial(_begin, *template.parts), name="templates", timeout=timeout,
-                                           memory=memory, count=count, eager=True)
+                                           timeout_flag="--chat-template-timeout", memory=memory, count=count,
+                                           eager=True)
 
     def render(self, job: TemplateJob) -> RenderedChat:
         """The text of the prompt.
 
         Raises:
             RequestError: the template refuses the messages, or exceeds its time or memory.
+            UnavailableError: no process can be started, or two have ended.
         """
         try:
             rendered: RenderedChat = self._processes.run_job(job)
         except CutOffError as error:
-            raise RequestError(f"the chat template {error} on these messages "
-                               "(--chat-template-timeout)", param="messages") from None
+            raise RequestError(f"the chat template {error} on these messages", param="messages") from None
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
         return rendered
+
+    def fault(self) -> str | None:
+        """Why no conversation can be rendered at the moment."""
+        return self._processes.fault()
 
     def close(self) -> None:
         """Kill the processes."""

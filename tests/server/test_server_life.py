@@ -153,7 +153,9 @@ def test_a_signal_while_loading_ends_at_once(start: Any) -> None:
 
 
 def test_a_dead_engine_shows_at_once_and_ends_the_server(start: Any) -> None:
-    server = start().wait_ready()
+    server, hung = start(), start("--engine-timeout", "2", "--exit-on-engine-timeout")
+    server.wait_ready()
+    hung.wait_ready().engine.suspend()
     with ThreadPoolExecutor(1) as thread, long_stream(server) as lines:
         whole = thread.submit(complete, server, **LONG)
         server.wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 5)
@@ -167,21 +169,29 @@ def test_a_dead_engine_shows_at_once_and_ends_the_server(start: Any) -> None:
         assert whole.result().status_code == 503
     assert httpx.get(f"{server.url}/metrics").status_code == 200
     assert server.process.wait(30) == 1
+    # So does one that hangs, if a flag says so.
+    assert hung.process.wait(30) == 1
+    assert gone(hung) and "no progress" in hung.log
 
 
-def test_a_hung_engine_turns_health_red_and_a_killed_server_leaves_none_behind(start: Any) -> None:
+def test_a_hung_engine_fails_its_requests_and_a_killed_server_leaves_none_behind(start: Any) -> None:
     server = start("--engine-timeout", "2").wait_ready()
     time.sleep(2.5)  # idle is not hung
     assert httpx.get(f"{server.url}/health").status_code == 200
-    with long_stream(server, READ_TO_THE_END) as lines:
+    with ThreadPoolExecutor(1) as thread, long_stream(server) as lines:
+        whole = thread.submit(complete, server, **LONG)
+        server.wait_for(lambda: server.metrics()["vllm:num_requests_running"] == 2, 5)
         server.engine.suspend()
         try:
             server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 4)
             assert complete(server).status_code == 503
+            assert not is_complete(lines)
+            answer = whole.result(10)
+            assert answer.status_code == 503 and "no progress" in answer.json()["error"]["message"]
         finally:
             server.engine.resume()
-        server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200, 2)
-        assert is_complete(lines)
+    server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200, 2)
+    server.wait_idle(5)  # the engine has been told, too
     assert complete(server).status_code == 200
 
     # A server that is killed takes its engine along.
@@ -330,10 +340,22 @@ def test_template_errors_are_the_clients(strict: LiveServer) -> None:
 
 
 def test_the_log_of_requests_has_sizes(strict: LiveServer) -> None:
-    body = {"prompt": "unheard-of words", "max_tokens": 1, "temperature": 0.125}
-    assert httpx.post(f"{strict.url}/v1/completions", headers=KEY, json=body).status_code == 200
-    assert "16 prompt tokens" in strict.log and "temperature=0.125" in strict.log
-    assert "unheard-of" not in strict.log and "Traceback" not in strict.log
+    """Sizes and numbers, never a text that a client has chosen."""
+    secret = "unheard-of"
+    common = {"max_tokens": 1, "temperature": 0.125, "stop": [secret], "bad_words": [f"{secret} word"],
+              "logit_bias": {"77": 1.5}, "user": secret}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"prompt": f"{secret} words", "cache_salt": secret}),
+        ("completions", {"prompt": "a", "structured_outputs": {"choice": [secret, "b"]}}),
+        ("chat/completions", {"messages": [{"role": "user", "content": secret}], "response_format": {
+            "type": "json_schema", "json_schema": {"name": secret, "schema": {"const": secret}}}})]
+    for path, body in bodies:
+        answer = httpx.post(f"{strict.url}/v1/{path}", headers=KEY, json={**common, **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+    lines = [line for line in strict.log.splitlines() if "temperature=0.125" in line]
+    assert len(lines) == 3 and "16 prompt tokens" in lines[0] and "stop=(1 items)" in lines[0]
+    assert "structured_outputs=choice" in lines[1] and "structured_outputs=json" in lines[2]
+    assert secret not in strict.log and "1.5" not in lines[0] and "Traceback" not in strict.log
 
 
 # Starts that fail

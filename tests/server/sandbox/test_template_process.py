@@ -50,12 +50,9 @@ def test_messages_too_deep_to_send(processes: TemplateProcesses) -> None:
     assert ask(processes, "after") == "after"
 
 
-def test_a_process_that_died_is_replaced(processes: TemplateProcesses) -> None:
+def test_processes_that_died_are_replaced(processes: TemplateProcesses) -> None:
     for child in psutil.Process().children():
         if "jaxpaged-templates" in child.cmdline():
             child.kill()
             child.wait()
-    for _ in range(2):
-        with pytest.raises(RequestError):
-            ask(processes, "a")
     assert ask(processes, "a") == ask(processes, "a") == "a"
