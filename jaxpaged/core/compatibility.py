@@ -16,8 +16,9 @@ UNSUPPORTED_CONFIG = ("quantization", "load_format", "enable_chunked_prefill", "
 # Request field -> the key of `structured_outputs` that replaces it. Each still works; the first one is logged.
 OLD_STRUCTURED_FIELDS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
                          "guided_grammar": "grammar", "guided_json_object": "json_object"}
-# Request fields that describe the caller, not the text: they have no effect and are not worth a log line.
-IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+# Request fields that describe the caller or the server, not the text: they have no effect and are not worth a log line.
+IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+                            "guided_decoding_backend"})
 # Request field -> the values that ask for nothing; any other value is refused. Some are supported by one route only.
 UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "suffix": ("",), "echo": (False,), "top_logprobs": (0,), "max_completion_tokens": (),
@@ -25,5 +26,5 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "documents": ([],), "chat_template": (), "prompt_embeds": (), "modalities": (["text"],), "audio": (),
     "prediction": (), "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (),
-    "adapter_id": (),
+    "adapter_id": (), "guided_whitespace_pattern": (),
 }

@@ -19,10 +19,12 @@ class Grammar:
     Attributes:
         text: the grammar as llguidance reads it.
         num_bytes: memory that it takes when compiled.
+        dropped: keywords of a JSON schema that it does not enforce.
     """
 
     text: str
     num_bytes: int
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ MAX_BEAM_CANDIDATES = 32  # continuations of each beam
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 16
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class RequestOutputKind(enum.Enum):
@@ -29,8 +30,23 @@ class RequestOutputKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class SchemaPart:
+    """A schema inside a JSON schema that is a document of its own: its references start there.
+
+    Args:
+        pointer: JSON pointer from the root of the whole schema, such as "/properties/city".
+        name: how errors call it.
+        strict: it must be met exactly; otherwise keywords that cannot be enforced are dropped, with a line in the log.
+    """
+
+    pointer: str
+    name: str
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """A constraint on the text; exactly one of the fields is set.
+    """A constraint on the text; exactly one of the first five fields is set.
 
     Args:
         json: a JSON schema, as a dict or as text.
@@ -38,9 +54,13 @@ class StructuredOutputsParams:
         choice: the whole text is one of these.
         grammar: a context-free grammar, in Lark's or in GBNF's notation.
         json_object: any JSON object.
+        disable_any_whitespace: JSON without white space between its tokens.
+        disable_additional_properties: objects whose schema names properties have no others, unless it allows them.
+        whitespace_pattern: a regular expression for the white space between the tokens of JSON.
+        schema_parts: parts of `json` that are documents of their own.
 
     Raises:
-        RequestError: a wrong type, or none or several fields; the contents are checked with the request.
+        RequestError: a wrong type, or none or several of the five; the contents are checked with the request.
     """
 
     json: str | dict[str, Any] | None = None
@@ -48,11 +68,25 @@ class StructuredOutputsParams:
     choice: list[str] | tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    schema_parts: tuple[SchemaPart, ...] = ()
 
     def __post_init__(self) -> None:
-        given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise _bad_structure("exactly one of json, regex, choice, grammar and json_object must be given")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad_structure(f"{name} must be true or false")
+        if not isinstance(self.whitespace_pattern, (str, type(None))):
+            raise _bad_structure("whitespace_pattern must be a regular expression")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise _bad_structure("disable_any_whitespace and whitespace_pattern cannot be combined; leave one out")
+        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            if getattr(self, name) not in (None, False) and given[0] not in ("json", "json_object"):
+                raise _bad_structure(f"{name} needs json or json_object")
         if self.json is not None and not isinstance(self.json, (str, dict)):
             raise _bad_structure("json must be a JSON schema, as an object or a string")
         for name in ("regex", "grammar"):

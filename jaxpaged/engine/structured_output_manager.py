@@ -28,13 +28,14 @@ class GrammarMatcher:
 
     Attributes:
         failed: the mask cannot be computed: once `ready`, it allows no token.
+        accepting: the text so far fits, once `ready`.
     """
 
     def __init__(self, submit: Callable[[Callable[[], Any]], Future[Any]], compile: Callable[[], Any],
                  words: int) -> None:
         self._submit, self._words = submit, words
         self._matcher: Any = None
-        self.failed = False
+        self.failed = self.accepting = False
         self._job: Future[Any] = submit(lambda: self._guarded(lambda: self._start(compile)))
 
     @property
@@ -43,7 +44,7 @@ class GrammarMatcher:
         return self._job.done()
 
     def mask(self) -> np.ndarray:
-        """uint32 [W], one bit per token that may come next; all zero where the grammar has reached its limits."""
+        """uint32 [W], one bit per token that may come next; all zero where none may."""
         found: np.ndarray = self._job.result()
         return found
 
@@ -73,6 +74,9 @@ class GrammarMatcher:
     def _compute(self) -> np.ndarray:
         mask = np.zeros(self._words, np.uint32)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._matcher.is_error():  # the grammar has reached its limits
+            raise ValueError(self._matcher.get_error())
+        self.accepting = self._matcher.is_accepting()
         mask[: len(bits)] = bits[: len(mask)]  # its last word may be beyond the vocabulary
         return mask
 
@@ -134,8 +138,13 @@ class StructuredOutputManager:
 
         tokenizer = self._load()
         count = min(tokenizer.vocab_size, self._vocab_size)
-        ends = sorted(tokenizer.eos_token_ids.union(self._eos))
+        tokens = [tokenizer.token_bytes(token) for token in range(count)]
         special = [token for token in range(count) if tokenizer.is_special(token)]
-        vocabulary = GrammarVocabulary([tokenizer.token_bytes(token) for token in range(count)], special, ends,
-                                       tokenizer.encode_continuation)
-        return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=ends)  # type: ignore[arg-type]
+        ends, num_ids = sorted(tokenizer.eos_token_ids.union(self._eos)), self._vocab_size
+        if not ends:  # the grammar needs one: beyond what a mask holds, so that it is never sampled
+            num_ids = 32 * self._words + 1
+            ends = [num_ids - 1]
+            tokens += [b""] * (num_ids - 1 - count) + [b"<end>"]
+            special += ends
+        vocabulary = GrammarVocabulary(tokens, special, ends, tokenizer.encode_continuation)
+        return LLTokenizer(vocabulary, n_vocab=num_ids, eos_token=ends)  # type: ignore[arg-type]

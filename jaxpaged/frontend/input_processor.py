@@ -1,6 +1,7 @@
 """Prompts, chats and sampling parameters in; checked requests for the engine out."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from jaxpaged.text.bounded_cache import BoundedCache
 from jaxpaged.text.conversation import normalize_messages
 from jaxpaged.text.structured_outputs import GrammarCompiler
 from jaxpaged.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_PRIORITY = 2**31 - 1
 MAX_GRAMMARS = 256  # in the cache
@@ -101,6 +104,7 @@ class InputProcessor:
         self._reasoning = reasoning
         self._context = ContextWindow(max_model_len, tokenizer.max_token_chars if tokenizer is not None else None)
         self._grammars: BoundedCache[bytes, Grammar] = BoundedCache(MAX_GRAMMARS, MAX_GRAMMARS_BYTES)
+        self._dropped: set[str] = set()
 
     @property
     def max_n(self) -> int:
@@ -287,6 +291,11 @@ class InputProcessor:
         grammar = self._grammars.get(key)
         if grammar is None:
             grammar = self._make_grammar(wanted)
+            for keyword in grammar.dropped:
+                if keyword not in self._dropped:
+                    self._dropped.add(keyword)
+                    logger.warning("ignoring %s in the JSON schema of a tool that is not strict: it cannot be enforced",
+                                   keyword)
             self._grammars.put(key, grammar, len(grammar.text))
         return grammar
 

@@ -245,6 +245,10 @@ class Scheduler:
             if request.matcher is not None and request.matcher.failed:
                 return self._finish(request, RequestStatus.FINISHED_ERROR,
                                     error="what structured_outputs asks for could not be computed")
+            if request.matcher is not None and not request.matcher.accepting:
+                return self._finish(request, RequestStatus.FINISHED_ERROR,
+                                    error="structured_outputs and the other sampling parameters, such as "
+                                          "allowed_token_ids, leave no token")
             return self._finish(request, RequestStatus.FINISHED_STOPPED)
         assert token == FAILED_TOKEN, f"the sampler returned {token}"
         return self._finish(request, RequestStatus.FINISHED_ERROR,

@@ -6,10 +6,13 @@ from typing import Any
 
 from jaxpaged.core.errors import RequestError
 from jaxpaged.core.limits import LIMITS, Limits, check_at_most
+from jaxpaged.core.sampling_params import SchemaPart
 from jaxpaged.server.parsers.events import ParseFunction
 from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS, named_call, required_calls
 
-_DEFINITIONS = ("$defs", "definitions")  # where references in a schema point to
+# Keywords of an object's schema that say nothing of its properties. With these alone a function has no parameters.
+_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema", "$id", "$defs",
+                            "definitions", "default", "examples", "strict"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class ToolUse:
         tools: for the template, in OpenAI's format; None to hide them from the model.
         parse: finds calls in the answer; None if there can be none.
         schema: JSON schema of the answer, for calls that the request requires.
+        schema_parts: the parameters of each tool in it.
         finish_reason: of a complete answer with calls.
         one_call: drop all calls but the first.
     """
@@ -27,6 +31,7 @@ class ToolUse:
     tools: list[dict[str, Any]] | None = None
     parse: ParseFunction | None = None
     schema: dict[str, Any] | None = None
+    schema_parts: tuple[SchemaPart, ...] = ()
     finish_reason: str = "tool_calls"
     one_call: bool = False
 
@@ -57,12 +62,15 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
                                param="tool_choice")
         return ToolUse(known, TOOL_PARSERS[parser], one_call=one)
     if choice == "required":
-        return ToolUse(known, required_calls, _calls_schema(known, one), one_call=one)
+        parts = tuple(_part(f"/items/anyOf/{index}/properties/parameters", index, tool)
+                      for index, tool in enumerate(known))
+        return ToolUse(known, required_calls, _calls_schema(known, one), parts, one_call=one)
     name = _named(choice)
     if name not in names:
         raise RequestError("tool_choice names a function that is not in tools", param="tool_choice")
-    tool = known[names.index(name)]
-    return ToolUse(known, named_call(name), _arguments_schema(tool), finish_reason="stop")
+    index = names.index(name)
+    return ToolUse(known, named_call(name), _arguments_schema(known[index]), (_part("", index, known[index]),),
+                   finish_reason="stop")
 
 
 def check_tools(tools: Sequence[object] | None, limits: Limits = LIMITS) -> list[dict[str, Any]]:
@@ -99,30 +107,28 @@ def _check_tool(where: str, tool: object, limits: Limits) -> dict[str, Any]:
         if function.get(key) is not None and not isinstance(function[key], kinds):
             raise RequestError(f"{where}.function.{key} must be {'a string' if kinds is str else 'a JSON schema'}",
                                param="tools")
+    if not isinstance(function.get("strict"), (bool, type(None))):
+        raise RequestError(f"{where}.function.strict must be true or false", param="tools")
     return {**tool, "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Schema of a function's arguments, which are an object even if its parameters do not say so."""
-    schema = {"type": "object", **(tool["function"].get("parameters") or {})}
-    for key in _DEFINITIONS:
-        if not isinstance(schema.get(key) or {}, Mapping):
-            raise RequestError(f"{key} in the parameters of a tool must be an object", param="tools")
+    parameters = tool["function"].get("parameters") or {}
+    schema = {"type": "object", **parameters}
+    if not parameters.keys() - _NO_PARAMETERS and not parameters.get("properties") and not parameters.get("required"):
+        schema["additionalProperties"] = False
     return schema
 
 
+def _part(pointer: str, index: int, tool: Mapping[str, Any]) -> SchemaPart:
+    """Where the parameters of a tool are in the schema of the answer."""
+    return SchemaPart(pointer, f"tools[{index}].function.parameters", tool["function"].get("strict", False))
+
+
 def _calls_schema(tools: Sequence[Mapping[str, Any]], one: bool) -> dict[str, Any]:
-    """Schema of a list of calls; definitions move to the top level, where references point to."""
-    definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
-    calls = []
-    for tool in tools:
-        schema = _arguments_schema(tool)
-        for key, found in definitions.items():
-            for name, definition in (schema.pop(key, None) or {}).items():
-                if found.setdefault(name, definition) != definition:
-                    raise RequestError("two tools define the same name differently in their $defs", param="tools")
-        calls.append({"type": "object", "properties": {"name": {"const": tool["function"]["name"]},
-                                                       "parameters": schema},
-                      "required": ["name", "parameters"], "additionalProperties": False})
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return schema | ({"maxItems": 1} if one else {}) | {key: found for key, found in definitions.items() if found}
+    """Schema of a list of calls."""
+    calls = [{"type": "object", "properties": {"name": {"const": tool["function"]["name"]},
+                                               "parameters": _arguments_schema(tool)},
+              "required": ["name", "parameters"], "additionalProperties": False} for tool in tools]
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({"maxItems": 1} if one else {})

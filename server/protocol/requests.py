@@ -223,7 +223,8 @@ class ChatCompletionRequest(_RequestBody):
             if params.structured_outputs is not None:
                 raise RequestError("tool_choice cannot be combined with structured outputs; leave one out",
                                    param="tool_choice")
-            params = replace(params, structured_outputs=StructuredOutputsParams(json=use.schema))
+            params = replace(params, structured_outputs=StructuredOutputsParams(
+                json=use.schema, schema_parts=use.schema_parts))
         # Some models mark calls with special tokens, too.
         if (marks_are_special or (use.parse is not None and use.schema is None)) and self.skip_special_tokens is None:
             params = replace(params, skip_special_tokens=False)

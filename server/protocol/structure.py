@@ -4,7 +4,10 @@ from typing import Any
 
 from jaxpaged.core.compatibility import OLD_STRUCTURED_FIELDS
 from jaxpaged.core.errors import NotSupportedError, RequestError
-from jaxpaged.core.sampling_params import StructuredOutputsParams
+from jaxpaged.core.sampling_params import STRUCTURED_KINDS, StructuredOutputsParams
+
+# Of `structured_outputs`: exactly one of the first, and any of the others.
+_KEYS = (*STRUCTURED_KINDS, "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
 def structured_outputs(request: Any) -> StructuredOutputsParams | None:
@@ -21,9 +24,8 @@ def structured_outputs(request: Any) -> StructuredOutputsParams | None:
     [(name, wanted)] = found
     given = {key: value for key, value in wanted.items() if value is not None}
     for key in given:
-        if key not in OLD_STRUCTURED_FIELDS.values():
-            keys = ", ".join(OLD_STRUCTURED_FIELDS.values())
-            raise NotSupportedError(f"{name} must have exactly one of {keys}", param=name)
+        if key not in _KEYS:
+            raise NotSupportedError(f"{name}.{key[:40]} is not supported; known are {', '.join(_KEYS)}", param=name)
     try:
         return StructuredOutputsParams(**given)
     except RequestError as error:
@@ -55,11 +57,18 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"json_object": True}
+        schema = given.get("schema")  # as several servers had it before json_schema
+        return {"json_object": True} if schema is None else {"json": _schema(schema, "response_format.schema")}
     if kind != "json_schema":
         raise RequestError("response_format.type must be text, json_object or json_schema", param="response_format")
-    schema = given.get("json_schema")
-    inner = schema.get("schema") if isinstance(schema, dict) else None
-    if not isinstance(inner, dict):
-        raise RequestError("response_format.json_schema.schema must be a JSON schema", param="response_format")
-    return {"json": inner}
+    if given.get("json_schema") is None and given.get("schema") is not None:
+        return {"json": _schema(given["schema"], "response_format.schema")}
+    inner = given.get("json_schema")
+    return {"json": _schema(inner.get("schema") if isinstance(inner, dict) else None,
+                            "response_format.json_schema.schema")}
+
+
+def _schema(given: object, name: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise RequestError(f"{name} must be a JSON schema", param="response_format")
+    return given

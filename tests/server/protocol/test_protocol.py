@@ -99,7 +99,7 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
 
 @pytest.mark.parametrize(("field", "value"), [
     ("suffix", "x"),
-    ("structured_outputs", {"whitespace_pattern": "a"}),
+    ("structured_outputs", {"json_object": True, "structural_tag": "a"}),
     ("functions", [{}]),
     ("chat_template", "{{x}}"),
 ])
