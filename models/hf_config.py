@@ -1,40 +1,52 @@
 """Read the fields that all families share from a checkpoint's config.json."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
+from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxpaged.models.config_checks import check_quantization, check_unread
+from jaxpaged.models.rope_tables import context_length, rope_config
 
 # transformers' names of activations, and ours.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
-_ROPE_NUMBERS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-}
+# Where null has a meaning of its own; elsewhere it is the same as an absent key.
+_NULLABLE = ("eos_token_id", "head_dim", "num_key_value_heads", "sliding_window")
+
+
+def with_defaults(hf: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with the family's defaults, transformers' own, where it says nothing.
+
+    Its `architectures` are the family's: a file may leave them out, or name others besides.
+    """
+    given = {key: value for key, value in hf.items() if value is not None or key in _NULLABLE}
+    return defaults | given | {"architectures": defaults["architectures"]}
 
 
 def common_config(
     hf: dict[str, Any], *, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None,
-    windows: Sequence[int | None] = (), **changes: Any,
+    windows: Sequence[int | None] = (), reads: Collection[str] = (), **changes: Any,
 ) -> ModelConfig:
     """ModelConfig from the usual keys: equal Llama layers, but for what the family changes.
 
     Args:
+        hf: config.json, see `with_defaults`.
         attention, mlp: fields of `AttentionSpec` and `MLPSpec` that differ from Llama's.
+        reads: keys of `config_checks.NEUTRAL` that the family reads itself.
         windows: the sliding window of each layer; empty: no layer has one.
         changes: fields of ModelConfig.
 
     Raises:
         CheckpointError: a key is missing, of the wrong type, or sizes do not fit one another.
-        UnsupportedModelError: an activation or a rotary scaling that is not supported.
+        UnsupportedModelError: an activation, a rotary scaling or a quantization that is not supported, or a key that
+            changes the result and is not read.
     """
+    check_quantization(hf)
+    check_unread(hf, reads)
     heads, model_dim = _size(hf, "num_attention_heads"), _size(hf, "hidden_size")
     kv_heads = _size(hf, "num_key_value_heads", heads)
     head_dim = _size(hf, "head_dim", model_dim // heads)
@@ -43,14 +55,14 @@ def common_config(
                               f"({kv_heads})")
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim ({head_dim}) must be even")
-    bias = bool(hf.get("attention_bias", False))
-    mixer = AttentionSpec(heads, kv_heads, head_dim, rope_config(hf), bias, bias)
+    bias = _flag(hf, "attention_bias")
+    mixer = AttentionSpec(heads, kv_heads, head_dim, None, bias, bias)
     mixer = replace(mixer, **attention or {})
-    dense = replace(MLPSpec(_size(hf, "intermediate_size"), _activation(hf), bias=bool(hf.get("mlp_bias", False))),
+    dense = replace(MLPSpec(_size(hf, "intermediate_size"), _activation(hf), bias=_flag(hf, "mlp_bias")),
                     **mlp or {})
     norm = norm_spec(hf)
-    layers = tuple(LayerSpec(replace(mixer, window=window), dense, norm)
-                   for window in windows or (None,) * _size(hf, "num_hidden_layers"))
+    layers = tuple(LayerSpec(replace(mixer, window=window, rope=rope_config(hf, kind)), dense, norm)
+                   for kind, window in _layers(hf, windows))
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],
         "model_dim": model_dim,
@@ -58,11 +70,17 @@ def common_config(
         "max_model_len": _context(hf),
         "layers": layers,
         "norm": norm,
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "tie_embeddings": _flag(hf, "tie_word_embeddings"),
         "eos_token_ids": eos_ids(hf, "config.json"),
-        "checkpoint_dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
+        "checkpoint_dtype": named_dtype(hf) or "float32",
     }
     return ModelConfig(**(fields | changes))
+
+
+def named_dtype(hf: dict[str, Any]) -> str | None:
+    """The dtype of the weights that a config.json names; "auto" names none."""
+    found = hf.get("dtype") or hf.get("torch_dtype")
+    return None if found in (None, "auto") else str(found).removeprefix("torch.")
 
 
 def norm_spec(hf: dict[str, Any]) -> NormSpec:
@@ -72,7 +90,7 @@ def norm_spec(hf: dict[str, Any]) -> NormSpec:
 
 def _activation(hf: dict[str, Any]) -> str:
     name = hf.get("hidden_act", "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(f"config.json: hidden_act {name!r} is not supported; supported are "
                                     f"{', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -91,26 +109,6 @@ def eos_ids(config: dict[str, Any], file: str) -> tuple[int, ...]:
     return tuple(item for item in items if item >= 0)
 
 
-def rope_config(hf: dict[str, Any]) -> RopeConfig:
-    """Rotary settings in their old form (rope_theta, rope_scaling) or the new one (rope_parameters)."""
-    table = _rope_table(hf)
-    theta = _number(table if table.get("rope_theta") else hf, "rope_theta", 10000.0)
-    kind = _rope_kind(table)
-    if kind not in _ROPE_NUMBERS:
-        raise UnsupportedModelError(f"config.json: rotary scaling {kind!r} is not supported; "
-                                    f"supported are {', '.join(_ROPE_NUMBERS)}")
-    try:
-        if kind == "yarn":
-            table = _yarn_numbers(hf, table)
-        scaling = tuple((name, float(table[name])) for name in _ROPE_NUMBERS[kind])
-        if not all(math.isfinite(value) for _, value in scaling):
-            raise ValueError
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: rotary scaling {kind!r} needs the numbers "
-                              f"{', '.join(_ROPE_NUMBERS[kind])}") from error
-    return RopeConfig(theta, kind, scaling)
-
-
 def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
     """The sliding window of each layer; empty where no layer has one.
 
@@ -123,6 +121,8 @@ def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
     if hf.get("sliding_window") is None or _size(hf, "sliding_window") >= _context(hf):
         return ()  # no token ever leaves it
     layers = _size(hf, "num_hidden_layers")
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
     types = hf.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention"
                                       for layer in range(layers)]
     windows = {"full_attention": None, "sliding_attention": _size(hf, "sliding_window")}
@@ -132,41 +132,24 @@ def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
     return tuple(windows[item] for item in types)
 
 
-def _rope_table(hf: dict[str, Any]) -> dict[str, Any]:
-    table = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(table, dict):
-        raise CheckpointError("config.json: rope_parameters, or rope_scaling, must be an object")
-    return table
-
-
-def _rope_kind(table: dict[str, Any]) -> str:
-    return str(table.get("rope_type") or table.get("type") or "default")
-
-
-def _yarn_numbers(hf: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """With what is left out filled in (Peng et al., 2023)."""
-    factor = float(table["factor"])
-
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
-    attention_factor = table.get("attention_factor")
-    if attention_factor is None:
-        part, whole = table.get("mscale"), table.get("mscale_all_dim")
-        attention_factor = magnitude(part) / magnitude(whole) if part and whole else magnitude(1)
-    return {"factor": factor, "attention_factor": attention_factor, "truncate": table.get("truncate", True),
-            "beta_fast": table.get("beta_fast") or 32, "beta_slow": table.get("beta_slow") or 1,
-            "original_max_position_embeddings": table.get("original_max_position_embeddings")
-            or hf["max_position_embeddings"]}
+def _layers(hf: dict[str, Any], windows: Sequence[int | None]) -> list[tuple[str, int | None]]:
+    """Type and window of each layer."""
+    count = _size(hf, "num_hidden_layers")
+    found = list(windows) or [None] * count
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in found]
+    types = hf.get("layer_types")  # a window that no token leaves is none, but such a layer may be rotated otherwise
+    return list(zip(types if isinstance(types, list) and len(types) == count else kinds, found, strict=True))
 
 
 def _context(hf: dict[str, Any]) -> int:
-    """The longest text; YaRN's is its factor times what the model was first made for, if that is longer."""
-    given, table = _size(hf, "max_position_embeddings"), _rope_table(hf)
-    if _rope_kind(table) != "yarn":
-        return given
-    scaling = dict(rope_config(hf).scaling)
-    return max(given, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+    return context_length(hf, _size(hf, "max_position_embeddings"))
+
+
+def _flag(hf: dict[str, Any], name: str) -> bool:
+    value = hf.get(name)
+    if value not in (None, True, False):
+        raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
+    return bool(value)
 
 
 def _number(hf: dict[str, Any], name: str, default: float) -> float:

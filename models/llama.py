@@ -3,9 +3,16 @@
 from typing import Any
 
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import common_config
+from jaxpaged.models.hf_config import common_config, with_defaults
 from jaxpaged.models.weight_rules import WeightRule, as_is, transposed
 
+# What an absent key means, as in transformers' LlamaConfig.
+DEFAULTS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096,
+    "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None,
+    "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "eos_token_id": 2,
+    "tie_word_embeddings": False, "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False,
+}
 IGNORED = ("*.rotary_emb.inv_freq", "*.self_attn.rotary_emb.cos_cached", "*.self_attn.rotary_emb.sin_cached")
 
 WEIGHTS = (
@@ -33,4 +40,4 @@ WEIGHTS = (
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Llama checkpoint; everything is common."""
-    return common_config(hf)
+    return common_config(with_defaults(hf, DEFAULTS))

@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from jaxpaged.models import llama
+from jaxpaged.models import llama, qwen2
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import common_config, norm_spec
-from jaxpaged.models.qwen2 import windows
+from jaxpaged.models.hf_config import common_config, norm_spec, with_defaults
 from jaxpaged.models.weight_rules import WeightRule, as_is
 
+DEFAULTS: dict[str, Any] = qwen2.DEFAULTS | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "attention_bias": False,
+}
 IGNORED = llama.IGNORED
 WEIGHTS = (
     *llama.WEIGHTS,
@@ -18,5 +20,6 @@ WEIGHTS = (
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Qwen3 checkpoint."""
-    return common_config({"head_dim": 128} | hf, attention={"qk_norm": norm_spec(hf)}, mlp={"bias": False},
-                         windows=windows(hf))
+    hf = with_defaults(hf, DEFAULTS)
+    return common_config(hf, attention={"qk_norm": norm_spec(hf)}, mlp={"bias": False}, windows=qwen2.windows(hf),
+                         reads=qwen2.READS)

@@ -18,11 +18,26 @@ from jaxpaged.models.weight_rules import WeightRule
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A family: how its config is read, how its module is built, and where its weights come from."""
+    """A family: how its config is read, how its module is built, and where its weights come from.
 
+    Attributes:
+        models: released models of this family, for people.
+        defaults: what an absent key of config.json means, as in transformers' config class; `architectures` and
+            `model_type` among them.
+        windows: which layers may have a sliding window, for people; empty: none.
+    """
+
+    models: str
+    defaults: dict[str, Any]
     config_from_hf: Callable[[dict[str, Any]], ModelConfig]
     weights: tuple[WeightRule, ...]
     ignored: tuple[str, ...]
+    windows: str = ""
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of the family."""
+        return str(self.defaults["model_type"])
 
     def build(self, config: ModelConfig, dtype: jnp.dtype, seed: int = 0, axis: MeshAxes = None) -> Transformer:
         """The module with random weights. For `axis` see there."""
@@ -43,13 +58,16 @@ class _OneKey(nnx.Rngs):
         return jax.random.key(0)
 
 
-_LLAMA = ModelFamily(llama.config_from_hf, llama.WEIGHTS, llama.IGNORED)
+_LLAMA = ModelFamily("Llama 2 and 3, SmolLM2", llama.DEFAULTS, llama.config_from_hf, llama.WEIGHTS, llama.IGNORED)
 
-_MISTRAL = ModelFamily(mistral.config_from_hf, mistral.WEIGHTS, mistral.IGNORED)
+_MISTRAL = ModelFamily("Mistral 7B, Mistral Nemo", mistral.DEFAULTS, mistral.config_from_hf, mistral.WEIGHTS,
+                       mistral.IGNORED, "every layer")
 
-_QWEN2 = ModelFamily(qwen2.config_from_hf, qwen2.WEIGHTS, qwen2.IGNORED)
+_QWEN2 = ModelFamily("Qwen2 and Qwen2.5", qwen2.DEFAULTS, qwen2.config_from_hf, qwen2.WEIGHTS, qwen2.IGNORED,
+                     "layers from max_window_layers on")
 
-_QWEN3 = ModelFamily(qwen3.config_from_hf, qwen3.WEIGHTS, qwen3.IGNORED)
+_QWEN3 = ModelFamily("Qwen3, dense", qwen3.DEFAULTS, qwen3.config_from_hf, qwen3.WEIGHTS, qwen3.IGNORED,
+                     "layers from max_window_layers on")
 
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
@@ -59,16 +77,69 @@ FAMILIES = {
 }
 
 
+# Keys of every config.json that say nothing about what is computed.
+_META = frozenset({
+    "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "tokenizer_class", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout",
+    "_name_or_path", "_attn_implementation", "return_dict", "output_hidden_states", "output_attentions",
+    "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "pretraining_tp", "is_encoder_decoder",
+    "rope_scaling", "rope_parameters", "rope_theta"})
+
+
 def find_family(hf: dict[str, Any]) -> ModelFamily:
-    """The family of a config.json.
+    """The family of a config.json: that of `architectures`, or without it of `model_type`.
+
+    The decoder without a head, such as LlamaModel, is of the same family.
 
     Raises:
-        UnsupportedModelError: no family serves this architecture; the text lists those that exist.
+        UnsupportedModelError: no family serves this architecture; the text lists those that exist, and says which of
+            them is the most alike.
+        CheckpointError: the file names neither, or two that contradict each other.
     """
-    names = hf.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError("config.json: 'architectures' must be a list that names the model class")
-    if names[0] not in FAMILIES:
-        raise UnsupportedModelError(f"architecture {names[0]} is not supported; supported are "
-                                    f"{', '.join(sorted(FAMILIES))}")
-    return FAMILIES[names[0]]
+    names, model_type = hf.get("architectures") or [], hf.get("model_type")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError("config.json: architectures must be a list of names of model classes")
+    if model_type is not None and not isinstance(model_type, str):
+        raise CheckpointError("config.json: model_type must be a name")
+    if not names:
+        if model_type is None:
+            raise CheckpointError("config.json names neither architectures nor model_type, so nothing says which model "
+                                  "this is")
+        for family in FAMILIES.values():
+            if family.model_type == model_type:
+                return family
+        raise _unsupported(hf, f"the model type {model_type}")
+    served = (FAMILIES.get(name) or FAMILIES.get(f"{name.removesuffix('Model')}ForCausalLM") for name in names)
+    found = next((family for family in served if family), None)
+    if found is None:
+        raise _unsupported(hf, f"the architecture {', '.join(names)}")
+    if model_type not in (None, found.model_type):
+        raise CheckpointError(
+            f"config.json: architectures says {found.defaults['architectures'][0]}, but model_type says {model_type}, "
+            f"not {found.model_type}; name the right one, for instance by --hf-overrides "
+            f"'{{\"model_type\": \"{found.model_type}\"}}'")
+    return found
+
+
+def _unsupported(hf: dict[str, Any], what: str) -> UnsupportedModelError:
+    """With the family whose keys are most like those of the config."""
+    keys = {key for key in hf.keys() - _META if not key.endswith(("dropout", "pdrop"))}
+
+    def likeness(name: str) -> float:
+        known = FAMILIES[name].defaults.keys() - _META
+        return len(keys & known) / (len(keys | known) or 1)
+
+    nearest = max(sorted(FAMILIES), key=likeness)
+    text = f"{what} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+    if not keys & FAMILIES[nearest].defaults.keys():
+        return UnsupportedModelError(text)
+    known = {key: value for key, value in FAMILIES[nearest].defaults.items() if key not in _META}
+    more = _some(sorted(keys - known.keys()))
+    fewer = _some(sorted(key for key, value in known.items() if key not in keys and value is not None))
+    differs = [f"has {more} besides"] * bool(more) + [f"lacks {fewer}"] * bool(fewer)
+    return UnsupportedModelError(f"{text}. Its config is most like that of {nearest}"
+                                 + (f", but {' and '.join(differs)}" if differs else ""))
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:12]) + (f" and {len(items) - 12} more" if len(items) > 12 else "")

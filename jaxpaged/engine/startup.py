@@ -44,6 +44,7 @@ from jaxpaged.loading.weights import load_params
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import eos_ids
 from jaxpaged.models.registry import ModelFamily, find_family
+from jaxpaged.models.rope_tables import merge_overrides
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels.kv_pages import page_dtype
 
@@ -191,7 +192,7 @@ def _layout_and_programs(
 
 
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
-    checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir))
+    checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir), config.hf_overrides)
     found = model_of(config, checkpoint.config, device.platform)
     eos = found.config.eos_token_ids + eos_ids(checkpoint.generation_config, "generation_config.json")
     return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
@@ -200,7 +201,7 @@ def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
 
 def model_of(config: EngineConfig, hf: dict[str, Any], platform: str) -> ModelSource:
     """The model that a config.json describes, without weights to load."""
-    hf = hf | (config.hf_overrides or {})
+    hf = merge_overrides(hf, config.hf_overrides or {})
     family = find_family(hf)
     model = family.config_from_hf(hf)
     dtype = model_dtype(config.dtype, model, platform)

@@ -12,6 +12,7 @@ from jaxpaged.loading.hf_checkpoint import HfCheckpoint
 from jaxpaged.loading.json_files import read_json
 from jaxpaged.loading.orbax import OrbaxCheckpoint, is_orbax
 from jaxpaged.models.param_layout import Part
+from jaxpaged.models.rope_tables import merge_overrides
 
 _LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
 
@@ -36,13 +37,20 @@ class Checkpoint(Protocol):
         """
 
 
-def open_model(path: Path) -> Checkpoint | OrbaxCheckpoint:
+def open_model(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint | OrbaxCheckpoint:
     """Open a .gguf file or a directory, in Hugging Face layout or saved by Orbax; see `open_checkpoint`."""
-    return OrbaxCheckpoint(path) if path.is_dir() and is_orbax(path) else open_checkpoint(path)
+    if not (path.is_dir() and is_orbax(path)):
+        return open_checkpoint(path, overrides)
+    checkpoint = OrbaxCheckpoint(path)
+    checkpoint.config = merge_overrides(checkpoint.config, overrides or {})
+    return checkpoint
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint:
     """Open a .gguf file or a directory in Hugging Face layout; reads headers, no weights.
+
+    Args:
+        overrides: values in place of those of config.json.
 
     Raises:
         CheckpointError: missing or damaged files.
@@ -53,9 +61,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ggufs = sorted(path.glob("*.gguf"))
         if ggufs and not (path / "config.json").exists():
             raise CheckpointError(f"{path} has no config.json but holds GGUF files; name the one to load: {ggufs[0]}")
-        checkpoint = HfCheckpoint(path)
+        checkpoint = HfCheckpoint(path, overrides)
     elif path.suffix == ".gguf":
         checkpoint = GgufCheckpoint(path)
+        checkpoint.config = merge_overrides(checkpoint.config, overrides or {})
     else:
         raise CheckpointError(f"{path} is neither a directory nor a .gguf file")
     _check_layers(checkpoint)

@@ -1,43 +1,56 @@
-"""A directory in Hugging Face layout as a checkpoint: config.json and safetensors files."""
+"""A directory in Hugging Face layout as a checkpoint: config.json and files of weights."""
 
 import logging
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxpaged.core.errors import CheckpointError
+from jaxpaged.core.errors import UnsupportedModelError
 from jaxpaged.loading.json_files import read_generation_config, read_json
-from jaxpaged.loading.safetensors import SafetensorsFile
+from jaxpaged.loading.tensor_files import Source, find_tensors
+from jaxpaged.models.config_checks import check_quantization, quantization_method
+from jaxpaged.models.hf_config import named_dtype
+from jaxpaged.models.registry import find_family
+from jaxpaged.models.rope_tables import merge_overrides
 
 _log = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-_Source = tuple[SafetensorsFile, str]  # and the name there
-
 
 class HfCheckpoint:
-    """A directory with config.json and model.safetensors, or shards and their index. Its Python code is never run.
+    """A directory with config.json and weights, in safetensors or PyTorch files. Its Python code is never run.
 
     Names are those of the whole model: a checkpoint of the bare decoder, without the prefix "model.", is read as if it
     had it. Where config.json ties the output head to the embedding, the files decide as they do in transformers: equal
-    or absent, the head is left out; different, `config` is corrected to untied.
+    or absent, the head is left out; different, `config` is corrected to untied. A decoder without a head, such as
+    LlamaModel, is tied. Where config.json names no dtype, `config` gets the embedding's.
+
+    Args:
+        overrides: values in place of those of config.json.
 
     Attributes:
         path: the directory.
-        config: config.json.
+        config: config.json with the overrides.
         generation_config: generation_config.json, empty without one.
 
     Raises:
         CheckpointError: a file is missing or damaged; before any weight is read.
+        UnsupportedModelError: no family serves this model, or the weights are quantized.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, overrides: dict[str, Any] | None = None) -> None:
         self.path = path
-        self.config = read_json(path / "config.json")
+        self.config = merge_overrides(read_json(path / "config.json"), overrides or {})
+        # Before the files: of a model that is not supported, these are bound to look damaged.
+        family = find_family(self.config)
+        self._tied = self.config.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
+        _check_quantization(path, self.config)
         self.generation_config = read_generation_config(path)
-        self._sources = _with_prefix(_find_tensors(path))
+        self._sources = _with_prefix(find_tensors(path))
         self._settle_head()
+        self._settle_dtype()
 
     def names(self) -> set[str]:
         """Tensor names in Hugging Face's spelling."""
@@ -65,7 +78,12 @@ class HfCheckpoint:
         return out
 
     def _settle_head(self) -> None:
-        if self.config.get("tie_word_embeddings") is not True or _HEAD not in self._sources:
+        if _HEAD not in self._sources and str((self.config.get("architectures") or [""])[0]).endswith("Model"):
+            if self._tied is not True:
+                _log.warning("%s holds no output head: it is of use for embeddings, and text that it generates means "
+                             "nothing", self.path)
+            self.config["tie_word_embeddings"] = True
+        if self._tied is not True or _HEAD not in self._sources:
             return
         if _EMBEDDING not in self._sources:
             self._sources[_EMBEDDING] = self._sources.pop(_HEAD)
@@ -76,51 +94,24 @@ class HfCheckpoint:
                          "it is used (set tie_word_embeddings to false to silence this)", self.path)
             self.config["tie_word_embeddings"] = False
 
-
-def _find_tensors(folder: Path) -> dict[str, _Source]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        file = SafetensorsFile(single)
-        return {name: (file, name) for name in file.names()}
-    if not index.exists():
-        raise CheckpointError(_missing_files_text(folder))
-    shard_of = read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(item, str) for item in shard_of.values()):
-        raise CheckpointError(f"{index}: weight_map must be an object that maps tensor names to file names")
-    sources: dict[str, _Source] = {}
-    for shard in sorted(set(shard_of.values())):
-        file = SafetensorsFile(_inside(folder, shard, index))
-        sources |= {name: (file, name) for name in file.names() if shard_of.get(name, shard) == shard}
-    missing = sorted(shard_of.keys() - sources.keys())
-    if missing:
-        raise CheckpointError(f"{index} places {missing[0]} in {shard_of[missing[0]]}, which does not hold it "
-                              f"({len(missing)} such tensors)")
-    return sources
+    def _settle_dtype(self) -> None:
+        if named_dtype(self.config) is None and _EMBEDDING in self._sources:
+            file, stored = self._sources[_EMBEDDING]
+            self.config["dtype"] = file.dtype(stored).name
 
 
-def _inside(folder: Path, shard: str, index: Path) -> Path:
-    relative = PurePosixPath(shard)
-    if relative.is_absolute() or ".." in relative.parts or "\\" in shard or "\0" in shard:
-        raise CheckpointError(f"{index} names {shard!r}, a file outside its directory")
-    if not (folder / relative).is_file():
-        raise CheckpointError(f"{index} names {shard}, which does not exist; download the checkpoint again")
-    return folder / relative
+def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse quantized weights, also those that only a file next to config.json says to be so."""
+    check_quantization(config)
+    file = folder / "quantize_config.json"
+    if file.exists() and "quantization_config" not in config:
+        raise UnsupportedModelError(
+            f"{file} says that the weights are quantized by {quantization_method(read_json(file))}, which is not "
+            "supported; take a checkpoint without quantization or a GGUF file. If these weights are plain after all, "
+            "remove the file or start with --hf-overrides '{\"quantization_config\": null}'")
 
 
-def _with_prefix(sources: dict[str, _Source]) -> dict[str, _Source]:
+def _with_prefix(sources: dict[str, Source]) -> dict[str, Source]:
     if _EMBEDDING.removeprefix("model.") not in sources:
         return sources
     return {name if name == _HEAD else f"model.{name}": item for name, item in sources.items()}
-
-
-def _missing_files_text(folder: Path) -> str:
-    def some(pattern: str) -> str | None:
-        return next((item.name for item in sorted(folder.glob(pattern))), None)
-
-    if some("*.safetensors"):
-        return f"{folder} holds safetensors shards but not their index, model.safetensors.index.json"
-    pickled = some("*.bin") or some("*.pt") or some("*.pth")
-    if pickled:
-        return (f"{folder} holds only PyTorch weights ({pickled}), which can run code when read; convert them to "
-                "safetensors: load the model with transformers and call its save_pretrained(DIRECTORY)")
-    return f"{folder} holds no weights: neither model.safetensors nor model.safetensors.index.json"

@@ -19,8 +19,9 @@ _DEFAULT_BYTES = 98_362_432
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-# Never *.bin or *.py, which are never read.
+# Never *.py, which is never read.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+_TORCH_FILES = ["pytorch_model*.bin"]  # of models that have no safetensors
 
 
 def cache_dir() -> Path:
@@ -92,8 +93,12 @@ def resolve_config(model: str, revision: str | None = None, download_dir: str | 
 def _hub_model(model: str, revision: str | None, download_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(_from_hub(model, lambda: snapshot_download(model, revision=revision, cache_dir=download_dir,
-                                                           allow_patterns=_HUB_FILES)))
+    def download(patterns: list[str]) -> Path:
+        return Path(_from_hub(model, lambda: snapshot_download(model, revision=revision, cache_dir=download_dir,
+                                                               allow_patterns=patterns)))
+
+    folder = download(_HUB_FILES)
+    return folder if any(folder.glob("*.safetensors")) else download(_TORCH_FILES)
 
 
 def _from_hub(model: str, fetch: Callable[[], str]) -> str:

@@ -221,11 +221,14 @@ def test_directories_without_usable_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(CheckpointError, match="holds no weights"):
         open_checkpoint(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*convert them to safetensors"):
+    (tmp_path / "model.pth").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=r"model\.pth.* none named pytorch_model\.bin"):
         open_checkpoint(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"not their index, model\.safetensors\.index\.json"):
+    with pytest.raises(CheckpointError, match=r"1 shards .* of 2 and no index"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"an adapter \(adapter_model\.safetensors\)"):
         open_checkpoint(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
@@ -260,6 +263,52 @@ def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
     (tmp_path / first).unlink()
     with pytest.raises(CheckpointError, match=f"{first}, which does not exist"):
         open_checkpoint(tmp_path)
+
+
+def test_files_without_an_index(tmp_path: Path) -> None:
+    """One file by another name, or a complete set of shards; what else lies there is left alone."""
+    weights = random_weights(CONFIG)
+    one = write_directory(tmp_path / "one", weights)
+    (one / "model.safetensors").rename(one / "weights.safetensors")
+    (one / "adapter_model.safetensors").write_bytes(b"not read")
+    several = write_directory(tmp_path / "several", weights, shards=3)
+    (several / "model.safetensors.index.json").unlink()
+    (several / "other.safetensors").write_bytes(b"not read")
+    for folder in (one, several):
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint.names() == set(weights)
+        for name, tensor in weights.items():
+            np.testing.assert_array_equal(checkpoint.read_tensor(name), tensor)
+    (one / "more.safetensors").write_bytes(b"not read")
+    with pytest.raises(CheckpointError, match="several safetensors files"):
+        open_checkpoint(one)
+    shard = several / "model-00002-of-00003.safetensors"
+    held = shard.read_bytes()
+    save_file(weights, shard)
+    with pytest.raises(CheckpointError, match=r"both hold .*, and no index says"):
+        open_checkpoint(several)
+    shard.write_bytes(held)
+    (several / "old-00001-of-00001.safetensors").write_bytes(b"not read")
+    with pytest.raises(CheckpointError, match=r"several sets of \.safetensors shards"):
+        open_checkpoint(several)
+
+
+def test_a_decoder_without_a_head_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """For embeddings; the same weights that claim a head are refused when they are loaded."""
+    weights = random_weights(CONFIG)
+    del weights[HEAD]
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    checkpoint = open_checkpoint(write_directory(tmp_path, bare, CONFIG | {"architectures": ["LlamaModel"]}))
+    assert checkpoint.config["tie_word_embeddings"] is True and "no output head" in caplog.text
+    assert checkpoint.names() == set(weights)
+    assert open_checkpoint(write_directory(tmp_path, bare)).config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "auto"}, {"torch_dtype": "auto"}, {"torch_dtype": None}], ids=str)
+def test_the_dtype_is_the_weights_where_none_is_named(given: dict[str, Any], tmp_path: Path) -> None:
+    weights = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_weights(CONFIG).items()}
+    config = {key: value for key, value in CONFIG.items() if key != "dtype"} | given
+    assert open_checkpoint(write_directory(tmp_path, weights, config)).config["dtype"] == "bfloat16"
 
 
 def test_a_tensor_in_two_shards_comes_from_the_one_the_index_says(tmp_path: Path) -> None:

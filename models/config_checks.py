@@ -1,0 +1,86 @@
+"""What a config.json may say that would be wrong to ignore."""
+
+from collections.abc import Collection
+from typing import Any
+
+from jaxpaged.core.errors import UnsupportedModelError
+
+_ABSENT = None, False, 0
+# Keys that change what a model computes, and the values of each that change nothing. A family that reads one names it
+# in `reads`; in a file of any other it is refused.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # which part of a head is rotated, how its pairs lie, in which layers
+    "partial_rotary_factor": (None, 1), "rotary_pct": (None, 1), "rotary_emb_fraction": (None, 1),
+    "rope_ratio": (None, 1), "rope_interleave": _ABSENT, "rope_interleaved": _ABSENT, "rope_local_base_freq": (None,),
+    "no_rope_layers": (None, []), "no_rope_layer_interval": _ABSENT, "use_mrope": _ABSENT, "alibi": _ABSENT,
+    "use_alibi": _ABSENT, "position_embedding_type": (None, "rope", "rotary", "absolute"),
+    # factors and caps
+    "embedding_multiplier": (None, 1), "scale_emb": (None, 1), "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,), "query_pre_attn_scalar": (None,), "logits_scaling": (None, 1),
+    "logit_scale": (None, 1), "lm_head_multiplier": (None, 1), "scale_depth": (None,), "dim_model_base": (None,),
+    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "clip_qkv": (None,),
+    # norms and blocks
+    "use_qk_norm": _ABSENT, "qk_norm": _ABSENT, "qk_layernorm": _ABSENT, "use_parallel_residual": _ABSENT,
+    "parallel_attn": _ABSENT, "attn_output_gate": _ABSENT, "hidden_activation": (None,),
+    # what attention sees
+    "is_causal": (None, True), "use_bidirectional_attention": _ABSENT, "is_encoder_decoder": _ABSENT,
+    "attention_chunk_size": _ABSENT, "attn_temperature_tuning": _ABSENT, "layer_types": (None,),
+    "sliding_window": _ABSENT, "num_kv_shared_layers": _ABSENT,
+    # latent attention, experts
+    "kv_lora_rank": _ABSENT, "q_lora_rank": _ABSENT, "num_experts": _ABSENT, "num_local_experts": _ABSENT,
+    "n_routed_experts": _ABSENT,
+}
+
+
+def check_unread(hf: dict[str, Any], reads: Collection[str]) -> None:
+    """Refuse a key that changes the result and that the family does not read.
+
+    Raises:
+        UnsupportedModelError: the text names the key and its value.
+    """
+    for name, neutral in NEUTRAL.items():
+        value = hf.get(name)
+        if name in reads or value in neutral or _changes_nothing(name, value):
+            continue
+        raise UnsupportedModelError(
+            f"config.json: {name} is {_brief(value)}, which changes what a model computes and is not supported here; "
+            f"if the weights do not need it, start with --hf-overrides '{{\"{name}\": null}}'")
+
+
+def check_quantization(hf: dict[str, Any]) -> None:
+    """Refuse weights that are quantized, or said to be: none of the methods can be served.
+
+    Raises:
+        UnsupportedModelError: the text names the method.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if hf.get(key):
+            raise UnsupportedModelError(
+                f"config.json: {key} says that the weights are quantized by {quantization_method(hf[key])}, which is "
+                "not supported; take a checkpoint without quantization or a GGUF file. If these weights are plain "
+                f"after all, start with --hf-overrides '{{\"{key}\": null}}'")
+
+
+def quantization_method(table: Any) -> str:
+    """The method that a quantization_config or quantize_config.json names, with its bits if it has them."""
+    if not isinstance(table, dict):
+        return "an unknown method"
+    method = table.get("quant_method") or table.get("quant_algo")
+    if method is None:  # older files say only how, not by what
+        method = ("bitsandbytes" if table.keys() & {"load_in_4bit", "load_in_8bit"} else
+                  "awq" if "zero_point" in table or "version" in table else
+                  "gptq" if table.keys() & {"desc_act", "bits", "w_bit"} else "an unknown method")
+    bits = table.get("bits") or table.get("w_bit") or table.get("wbits")
+    return f"{_brief(method).strip(chr(39))} ({bits} bits)" if isinstance(bits, int) else _brief(method).strip("'")
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    if name == "layer_types":
+        return isinstance(value, list) and all(item == "full_attention" for item in value)
+    if name == "no_rope_layers":  # 0 marks a layer without
+        return isinstance(value, list) and all(item == 1 for item in value)
+    return False
+
+
+def _brief(value: object) -> str:
+    return repr(value)[:64]

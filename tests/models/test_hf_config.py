@@ -1,0 +1,326 @@
+"""What a config.json means: the same as to transformers, or an error that names the key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from jaxpaged.core.config import EngineConfig
+from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.engine.startup import model_of
+from jaxpaged.loading.checkpoint import open_checkpoint
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config_checks import NEUTRAL
+from jaxpaged.models.hf_config import ACTIVATIONS, eos_ids
+from jaxpaged.models.registry import FAMILIES, find_family
+from jaxpaged.models.rope_tables import merge_overrides
+from jaxpaged.models.rotary import rotary_angles
+from tests.support.tiny_llama import CONFIG, write_model
+
+TYPES = {family.model_type: name for name, family in FAMILIES.items()}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "vocab_size": 257, "max_position_embeddings": 128}
+
+
+def read(hf: dict[str, Any]) -> ModelConfig:
+    return find_family(hf).config_from_hf(hf)
+
+
+def check_equal(ours: ModelConfig, theirs: Any) -> None:
+    """Every field that we read, against transformers' config object."""
+    heads, head_dim = theirs.num_attention_heads, getattr(theirs, "head_dim", None)
+    found = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in ours.attention}
+    assert found == {(heads, theirs.num_key_value_heads or heads, head_dim or theirs.hidden_size // heads)}
+    assert (ours.model_dim, ours.vocab_size, ours.num_layers) == (
+        theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers)
+    assert {(layer.mlp.dim, layer.mlp.activation) for layer in ours.layers} == {
+        (theirs.intermediate_size, ACTIVATIONS[theirs.hidden_act])}
+    assert {layer.norm.eps for layer in ours.layers} == {ours.norm.eps} == {theirs.rms_norm_eps}
+    assert ours.max_model_len == theirs.max_position_embeddings
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.eos_token_ids == eos_ids({"eos_token_id": theirs.eos_token_id}, "theirs")
+    # Qwen2 has biases on queries, keys and values whatever its config says.
+    assert {spec.output_bias for spec in ours.attention} == {getattr(theirs, "attention_bias", False)}
+    assert {layer.mlp.bias for layer in ours.layers} == {getattr(theirs, "mlp_bias", False)}
+    window = getattr(theirs, "sliding_window", None)
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
+    windows = [window if kind == "sliding_attention" and window and window < theirs.max_position_embeddings else None
+               for kind in types]
+    assert [spec.window for spec in ours.attention] == windows
+    for spec in ours.attention:
+        assert spec.rope is not None
+        table = theirs.rope_parameters
+        assert (spec.rope.theta, spec.rope.kind) == (table["rope_theta"], table["rope_type"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("given", [
+    {}, {"num_key_value_heads": 4}, {"max_position_embeddings": 8192}, {"sliding_window": None},
+    {"tie_word_embeddings": True}, {"eos_token_id": [3, 4]}, {"num_hidden_layers": 30, "use_sliding_window": True},
+    {"hidden_size": 2048, "num_attention_heads": 64}, {"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 3e4},
+], ids=str)
+def test_an_absent_key_means_what_it_means_to_transformers(name: str, given: dict[str, Any]) -> None:
+    """Of each family's own config class, whatever another family's default is."""
+    model_type = FAMILIES[name].model_type
+    theirs = AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
+    check_equal(read({"model_type": model_type, **given}), theirs)
+    check_equal(read({"architectures": [name], **given}), theirs)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_default_is_transformers(name: str) -> None:
+    """Also of keys that the comparison of configs does not look at."""
+    family = FAMILIES[name]
+    theirs = AutoConfig.for_model(family.model_type)
+    defaults = dict(family.defaults)
+    assert (defaults.pop("architectures"), defaults.pop("model_type")) == ([name], type(theirs).model_type)
+    assert defaults.pop("rope_theta") == theirs.rope_parameters["rope_theta"]
+    for key, value in defaults.items():
+        field = type(theirs).__dataclass_fields__[key]  # before it is completed by other keys
+        assert value == field.default, key
+
+
+def test_as_many_heads_of_keys_as_of_queries_where_null_says_so() -> None:
+    for model_type in ("llama", "qwen2", "qwen3"):
+        given = {"num_attention_heads": 16, "num_key_value_heads": None}
+        check_equal(read({"model_type": model_type, **given}), AutoConfig.for_model(model_type, **given))
+
+
+def test_mistral_without_its_keys() -> None:
+    ours = read({"model_type": "mistral"})
+    assert {(spec.window, spec.num_kv_heads) for spec in ours.attention} == {(4096, 8)}
+    assert {spec.window for spec in read({"model_type": "mistral", "sliding_window": None}).attention} == {None}
+
+
+# Rotary tables
+
+
+def check_angles(hf: dict[str, Any], layer: int = 0, layer_type: str | None = None) -> None:
+    """Angles against those of transformers' own function, at positions of all sizes."""
+    torch = pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    spec = read(hf).attention[layer]
+    given = json.loads(json.dumps({key: value for key, value in hf.items() if key != "architectures"}))
+    theirs = AutoConfig.for_model(**given)
+    table = theirs.rope_parameters[layer_type] if layer_type else theirs.rope_parameters
+    if table["rope_type"] == "default":
+        frequency, magnitude = table["rope_theta"] ** (-torch.arange(0, spec.head_dim, 2) / spec.head_dim), 1.0
+    else:
+        frequency, magnitude = ROPE_INIT_FUNCTIONS[table["rope_type"]](theirs, "cpu", layer_type=layer_type)
+    position = np.array([0, 1, 7, 31, 32, 100, 127])
+    assert spec.rope is not None
+    cos, sin = rotary_angles(jnp.asarray(position), spec.head_dim, spec.rope)
+    angle = position[:, None] * frequency.double().numpy()
+    np.testing.assert_allclose(cos, np.cos(angle) * magnitude, atol=2e-5)
+    np.testing.assert_allclose(sin, np.sin(angle) * magnitude, atol=2e-5)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+ROTARY: dict[str, dict[str, Any]] = {
+    "both, the old one wins": {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "both with a base": {"rope_scaling": YARN | {"rope_theta": 5e3}, "rope_parameters": {"rope_type": "linear",
+                                                                                        "factor": 2.0}},
+    "both, the base outside": {"rope_scaling": YARN, "rope_theta": 5e3, "rope_parameters": {"rope_theta": 5e3}},
+    "linear wins over yarn": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": YARN},
+    "an empty old one": {"rope_scaling": {}, "rope_parameters": YARN},
+    "null": {"rope_scaling": None, "rope_parameters": YARN},
+    "old names": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "both names": {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4.0}},
+    "betas": {"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 2}},
+    "null betas": {"rope_scaling": YARN | {"beta_fast": None, "beta_slow": None, "attention_factor": None}},
+    "mscale": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    "mscale alone": {"rope_scaling": YARN | {"mscale": 0.7}},
+    "a given factor": {"rope_scaling": YARN | {"attention_factor": 1.5, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "not truncated": {"rope_scaling": YARN | {"truncate": False}},
+    "no factor": {"rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}},
+    "no original length": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "original length outside": {"rope_scaling": YARN, "original_max_position_embeddings": 16},
+    "llama3": {"rope_scaling": LLAMA3},
+    "llama3 with the length outside": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+    "numbers of other kinds": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 8.0}},
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_rotary_tables_mean_what_they_mean_to_transformers(name: str, model_type: str) -> None:
+    check_angles({"model_type": model_type, **SIZES, "head_dim": 64, **ROTARY[name]})
+
+
+def test_nested_tables_belong_to_their_layers() -> None:
+    types = ["sliding_attention", "full_attention"]
+    nested = {"full_attention": YARN | {"rope_theta": 5e3}, "sliding_attention": {"rope_type": "default"}}
+    for key in ("rope_parameters", "rope_scaling"):
+        hf = {"model_type": "qwen3", **SIZES, "head_dim": 64, "layer_types": types, "use_sliding_window": True,
+              "sliding_window": 16, key: nested}
+        check_angles(hf, 0, "sliding_attention")
+        check_angles(hf, 1, "full_attention")
+        assert [spec.window for spec in read(hf).attention] == [16, None]
+        # Such a layer keeps its own table where its window is wider than the context.
+        ropes = [spec.rope and spec.rope.kind for spec in read(hf | {"sliding_window": 4096}).attention]
+        assert ropes == ["default", "yarn"]
+        unrotated = read(hf | {key: nested | {"sliding_attention": None}}).attention
+        assert [spec.rope is None for spec in unrotated] == [True, False]
+        with pytest.raises(CheckpointError, match="sliding_attention"):
+            read(hf | {key: {"full_attention": YARN}})
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6}}, "add rope_theta to rope_scaling"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "'mrope' is not supported"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, "mrope_section"),
+    ({"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_parameters": {"full_attention": 3}}, "full_attention must be an object or null"),
+    ({"rope_parameters": YARN | {"factor": -2.0}}, "factor of the rotary scaling must be a positive number"),
+    ({"rope_parameters": YARN | {"beta_fast": "x"}}, "beta_fast"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+])
+def test_rotary_tables_that_cannot_be_served(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        read(CONFIG | {"rope_theta": None} | changes)
+
+
+@pytest.mark.parametrize("file", [
+    {"rope_theta": 5e3}, {"rope_theta": 5e3, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}, {"rope_parameters": LLAMA3 | {"rope_theta": 5e3}},
+], ids=str)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_an_overriding_table_takes_the_place_of_the_files(file: dict[str, Any], key: str) -> None:
+    """In whatever spelling either is; the base stays the file's unless the new table has one."""
+    hf = {"model_type": "llama", **SIZES, **file}
+    for table, theta in ((YARN, 5e3), (YARN | {"rope_theta": 3e4}, 3e4)):
+        config = model_of(EngineConfig(hf_overrides={key: table}), hf, "cpu").config
+        rope = config.attention[0].rope
+        assert rope is not None and (rope.theta, rope.kind) == (theta, "yarn")
+        assert merge_overrides(merge_overrides(hf, {key: table}), {key: table}) == merge_overrides(hf, {key: table})
+    rope = model_of(EngineConfig(hf_overrides={key: None}), hf, "cpu").config.attention[0].rope
+    assert rope is not None and (rope.theta, rope.kind) == (5e3, "default")
+
+
+# Which family
+
+
+def test_without_architectures_the_model_type_decides() -> None:
+    for model_type, name in TYPES.items():
+        assert read({"model_type": model_type}).architecture == name
+        for names in (None, list[str]()):
+            assert read({"model_type": model_type, "architectures": names}).architecture == name
+        assert read({"architectures": [f"{name.removesuffix('ForCausalLM')}Model"]}).architecture == name
+    # Of several the first that is served.
+    assert read({"architectures": ["LlamaForSomethingElse", "LlamaForCausalLM"]}).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(("hf", "text"), [
+    ({}, "names neither architectures nor model_type"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+    ({"architectures": [3]}, "architectures must be a list"),
+    ({"model_type": 3}, "model_type must be a name"),
+    ({"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"},
+     "architectures says LlamaForCausalLM, but model_type says qwen2"),
+    ({"architectures": ["Qwen3ForCausalLM"], "model_type": "rwkv"}, "model_type says rwkv"),
+    ({"model_type": "rwkv"}, "the model type rwkv is not supported; supported are LlamaForCausalLM"),
+    ({"architectures": ["RwkvForCausalLM"]}, "architecture RwkvForCausalLM is not supported; supported are Llama"),
+])
+def test_a_config_without_a_family(hf: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        find_family(hf)
+
+
+@pytest.mark.parametrize(("model_type", "nearest", "more", "fewer"), [
+    ("falcon", "MistralForCausalLM", "alibi", "intermediate_size"),
+    ("mixtral", "MistralForCausalLM", "num_experts_per_tok", None),
+    ("qwen3_moe", "Qwen3ForCausalLM", "decoder_sparse_step", None),
+    ("olmo2", "LlamaForCausalLM", None, "mlp_bias"),
+    ("granite", "LlamaForCausalLM", "residual_multiplier", None),
+])
+def test_an_unknown_architecture_is_compared_with_the_known_ones(
+    model_type: str, nearest: str, more: str | None, fewer: str | None,
+) -> None:
+    """By the config that transformers writes for it."""
+    hf = AutoConfig.for_model(model_type).to_dict() | {"architectures": ["SomeForCausalLM"]}
+    with pytest.raises(UnsupportedModelError, match=f"most like that of {nearest}") as caught:
+        find_family(hf)
+    text = str(caught.value)
+    assert more is None or more in text.partition("has ")[2].partition(" besides")[0]
+    assert fewer is None or fewer in text.partition("lacks ")[2]
+
+
+@pytest.mark.parametrize("hf", [{"architectures": ["RwkvForCausalLM"]}, {"model_type": "falcon"}], ids=str)
+def test_the_family_comes_before_the_files(hf: dict[str, Any], tmp_path: Path) -> None:
+    """A model that is not supported is not called incomplete, even if all its files are missing."""
+    config = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")} | hf
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="is not supported; supported are"):
+        open_checkpoint(tmp_path)
+
+
+# Keys that must not be ignored
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("logit_scale", 0.5), ("logits_scaling", 8.0), ("embedding_multiplier", 12.0), ("attention_multiplier", 0.01),
+    ("partial_rotary_factor", 0.5), ("use_qk_norm", True), ("num_local_experts", 8), ("is_causal", False),
+    ("no_rope_layers", [1, 0]), ("layer_types", ["full_attention", "sliding_attention"]), ("sliding_window", 64),
+    ("clip_qkv", 8.0), ("rope_interleaved", True), ("final_logit_softcapping", 30.0), ("kv_lora_rank", 512)])
+def test_a_key_that_changes_the_result_is_named(key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {key} is .*--hf-overrides '\{{\"{key}\": null"):
+        read(CONFIG | {key: value})
+    assert read(merge_overrides(CONFIG | {key: value}, {key: None})) == read(CONFIG)
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    plain = read(CONFIG)
+    for key, values in NEUTRAL.items():
+        for value in values:
+            assert read(CONFIG | {key: value}) == plain, key
+    assert read(CONFIG | {"no_rope_layers": [1, 1], "layer_types": ["full_attention"] * 2}) == plain
+
+
+def test_what_transformers_reader_refuses_is_read() -> None:
+    """Nulls, and a dtype that names none."""
+    nulls = dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps", "hidden_act", "tie_word_embeddings",
+                           "rope_theta", "rope_scaling", "torch_dtype"))
+    ours = read({"model_type": "llama", **SIZES, **nulls, "dtype": "auto"})
+    assert ours == read({"model_type": "llama", **SIZES})
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention_bias", "no"), ("mlp_bias", 2), ("tie_word_embeddings", "true"), ("max_window_layers", "all"),
+    ("hidden_act", ["silu"])])
+def test_a_value_of_the_wrong_type_is_named(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        read({"model_type": "qwen2", **SIZES, "use_sliding_window": True, "sliding_window": 16, key: value})
+
+
+# Quantized weights
+
+
+@pytest.mark.parametrize(("table", "method"), [
+    ({"quant_method": "gptq", "bits": 4}, r"gptq \(4 bits\)"), ({"quant_method": "awq", "w_bit": 4}, r"awq \(4 bits\)"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"), ({"load_in_4bit": True}, "bitsandbytes"),
+    ({"quant_method": "compressed-tensors"}, "compressed-tensors"), ({"quant_algo": "FP8"}, "FP8"),
+    ({"bits": 4, "group_size": 128, "desc_act": False}, r"gptq \(4 bits\)"), ("x", "an unknown method")], ids=str)
+def test_quantized_weights_are_refused_by_their_method(table: Any, method: str, tmp_path: Path) -> None:
+    """In config.json or in a file next to it; plain weights as well, unless told that they are."""
+    folder = write_model(tmp_path / "model", CONFIG | {"quantization_config": table})
+    with pytest.raises(UnsupportedModelError, match=f"quantized by {method}, which is not supported"):
+        open_checkpoint(folder)
+    with pytest.raises(UnsupportedModelError, match=f"quantized by {method}, which is not supported"):
+        model_of(EngineConfig(), CONFIG | {"quantization_config": table}, "cpu")
+    open_checkpoint(folder, {"quantization_config": None})
+    if isinstance(table, dict):
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "quantize_config.json").write_text(json.dumps(table))
+        with pytest.raises(UnsupportedModelError, match=f"quantize_config.json says .* quantized by {method}"):
+            open_checkpoint(folder)
+        open_checkpoint(folder, {"quantization_config": None})
