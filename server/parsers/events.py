@@ -98,27 +98,28 @@ class TextEmitter:
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
-        self._held: str | None = ""  # white space; None after other text
+        self._held: list[str] | None = []  # white space; None after other text
         self._after_call = False
 
     def add_text(self, text: str) -> None:
         """Emit text, or hold it back while it is white space."""
+        if not text:
+            return
         if self._held is not None:
-            text = self._held + text
-            self._held = text
+            self._held.append(text)
             if not text.strip():
                 return
-            self._held = None
+            text, self._held = "".join(self._held), None
         self._emit(Text(text))
 
     def end_call(self) -> None:
         """Note the end of a call."""
-        self._held, self._after_call = "", True
+        self._held, self._after_call = [], True
 
     def finish(self) -> None:
         """Note the end of the text."""
         if self._held and not self._after_call:
-            self._emit(Text(self._held))
+            self._emit(Text("".join(self._held)))
 
 
 def read_until(tags: tuple[str, ...], release: Callable[[str], None], *, space: bool = False, held: str = "") -> Read:

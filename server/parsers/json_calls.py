@@ -1,222 +1,214 @@
 """Tool calls written as JSON objects, `{"name": ..., "arguments": {...}}`, emitted while the model writes them."""
 
+import contextlib
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 
 from jaxpaged.server.parsers.events import (
-    SPACE,
     CallArguments,
     CallStart,
     Emit,
     EndOfText,
     Parsing,
-    Read,
     TextEmitter,
-    read_non_space,
 )
+from jaxpaged.server.parsers.lenient_json import BrokenError, LenientJson, repaired_object
+from jaxpaged.server.parsers.reader import CharReader
 
 MAX_NAME_CHARS = 256
 _ARGUMENTS = ("arguments", "parameters")
+_BETWEEN_CALLS = " \t\r\n,;}])`"  # what separates calls, and brackets that are one too many
 
 
 class NotACallError(Exception):
-    """The text is not a call; none of it was emitted."""
+    """The text is not a call; nothing was emitted."""
 
 
-class JsonCall:
-    """Parses one call.
+class CallReader:
+    """Reads calls. Their arguments are always emitted as one valid JSON object, whatever the model writes.
 
     Args:
-        arguments_needed: an object without arguments is not a call; otherwise it is a call without any.
-
-    Attributes:
-        consumed: the characters read so far, to be emitted as text if they turn out not to be a call.
-        started: whether anything was emitted.
+        text: takes what is not a call.
+        end, begin: the tags around calls, if there are any.
     """
 
-    def __init__(self, emit: Emit, *, arguments_needed: bool = False) -> None:
-        self.consumed: list[str] = []
-        self.started = False
-        self._emit = emit
-        self._arguments_needed = arguments_needed
-        self._name: str | None = None
-        self._early: list[str] | None = None  # arguments that precede the name
+    def __init__(self, reader: CharReader, emit: Emit, text: TextEmitter, end: str = "", begin: str = "") -> None:
+        self._reader, self._emit, self._text = reader, emit, text
+        self._json = LenientJson(reader, end, begin)
+        self._end = end
 
-    def read_object(self, first: str = "") -> Parsing:
-        """Read an object to its closing brace.
+    def read_calls(self, names: Collection[str] | None = None, *, arguments_needed: bool = False
+                   ) -> Generator[None, str, bool]:
+        """Read calls that follow one another, as a list or not. What is no call is text.
 
         Args:
-            first: its opening brace, if the caller has read that already.
+            names: of functions that may be called; None for any.
+            arguments_needed: an object without arguments is not a call; otherwise it is a call without any.
+
+        Returns:
+            Whether the last call ends where it cannot be understood.
+        """
+        reader = self._reader
+        reader.start_recording()
+        try:
+            if (yield from reader.accept("```")):
+                yield from reader.accept("json")
+            yield from reader.accept("[")
+            while True:
+                call = _Call(reader, self._json, self._emit, names, arguments_needed, self._end)
+                broken = yield from call.read()
+                self._text.end_call()
+                if broken:
+                    return True
+                reader.start_recording()
+                if not (yield from self._another_follows()):
+                    reader.stop_recording()
+                    return False
+        except NotACallError:
+            self._text.add_text(reader.stop_recording())
+            return False
+        except EndOfText:
+            self._text.add_text(reader.stop_recording())
+            raise
+
+    def read_arguments(self, name: str) -> Parsing:
+        """Read the arguments of a call of this name, whose opening brace has been read, and what separates calls."""
+        self._emit(CallStart(name))
+        with contextlib.suppress(BrokenError):
+            yield from self._json.container("{", self._emit_arguments)
+        self._text.end_call()
+        yield from self._another_follows()
+
+    def read_rest(self, tags: tuple[str, ...]) -> Parsing:
+        """Drop the rest of a call up to one of its tags, which is left; without one it is text."""
+        rest: list[str] = []
+        try:
+            self._reader.give_back((yield from self._reader.until(tags, rest.append)))
+        except EndOfText:
+            self._text.add_text("".join(rest))
+            raise
+
+    def _emit_arguments(self, text: str) -> None:
+        self._emit(CallArguments(text))
+
+    def _another_follows(self) -> Generator[None, str, bool]:
+        """Drop what separates calls; whether an opening brace follows."""
+        try:
+            while (char := (yield from self._reader.next())) in _BETWEEN_CALLS:
+                pass
+        except EndOfText:
+            self._reader.stop_recording()
+            raise
+        self._reader.give_back(char)
+        return char == "{"
+
+
+class _Call:
+    """Reads one call; see `CallReader` for the arguments."""
+
+    def __init__(self, reader: CharReader, values: LenientJson, emit: Emit, names: Collection[str] | None,
+                 arguments_needed: bool, end: str) -> None:
+        self._reader, self._json, self._emit = reader, values, emit
+        self._names, self._arguments_needed, self._end = names, arguments_needed, end
+        self._name: str | None = None
+        self._early: list[str] | None = None  # arguments that precede the name
+        self._started = False
+
+    def read(self) -> Generator[None, str, bool]:
+        """Read an object to its closing brace, or as far as it can be understood; returns whether that is not far.
 
         Raises:
             NotACallError: it is not a call.
+            EndOfText: the text has ended. If nothing was emitted, it was not a call.
         """
-        self.consumed += first
+        reader, broken = self._reader, False
         try:
-            _expect((first or (yield from self._next_non_space())) == "{")
-            char = yield from self._next_non_space()
+            char = yield from reader.next_non_space()
+            if char not in "{\"'":  # the brace may be missing
+                reader.give_back(char)
+                raise NotACallError
             while char != "}":
-                key = yield from self._string(char)
-                _expect((yield from self._next_non_space()) == ":")
-                char = yield from self._member(key, (yield from self._next_non_space()))
-                _expect(char in ",}")
-                if char == ",":
-                    char = yield from self._next_non_space()
-            _expect(self.started or (self._name is not None and not (self._arguments_needed and self._early is None)))
-        except NotACallError:
-            if not self.started:
-                raise
-            return  # what was emitted stays
-        if not self.started:
-            self._start()
-            self._emit_arguments("".join(self._early or ["{}"]))
+                if char not in "{,":
+                    key = json.loads((yield from self._json.key(char)))
+                    colon = yield from reader.accept(":")
+                    if not colon:
+                        raise BrokenError
+                    yield from self._member(key, (yield from reader.next_non_space()))
+                char = yield from reader.next_non_space()
+        except BrokenError:
+            broken = True
+            if not self._started:
+                char = yield from reader.next()
+                reader.give_back(char)
+                if char != self._end[:1]:
+                    raise NotACallError from None
+        except EndOfText:
+            if self._name is not None and self._early is not None:
+                self._start_late()
+            raise
+        self._start_late()
+        return broken
 
-    def read_arguments(self, name: str, char: str) -> Parsing:
-        """Read a bare object of arguments, whose opening brace is `char`, for a call of this name."""
-        self._name = name
+    def _start_late(self) -> None:
+        """Start a call whose arguments preceded its name, or that has none."""
+        if self._started:
+            return
+        if self._name is None or (self._arguments_needed and self._early is None):
+            raise NotACallError
         self._start()
-        yield from self._nested(char, self._emit_arguments)
+        self._emit_arguments("".join(self._early or ["{}"]))
 
-    def _member(self, key: str, char: str) -> Read:
-        """Read a value, and return the first character after it that is not white space."""
+    def _member(self, key: str, char: str) -> Parsing:
         if key == "name" and self._name is None:
-            self._name = yield from self._string(char)
-            _expect(0 < len(self._name) <= MAX_NAME_CHARS)
-        elif key in _ARGUMENTS and not self.started and self._early is None:
-            return (yield from self._arguments_value(char))
-        elif char == '"':
-            yield from self._string(char)
-        elif char in "{[":
-            yield from self._nested(char, lambda text: None)
-        else:
-            return (yield from self._scalar(char))[1]
-        return (yield from self._next_non_space())
-
-    def _arguments_value(self, char: str) -> Read:
-        after = ""
-        if char == "{":
+            name = json.loads((yield from self._value(char)))
+            if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+                raise NotACallError
+            if self._names is not None and name not in self._names:
+                raise NotACallError
+            self._name = name
+        elif key not in _ARGUMENTS or self._started or self._early is not None:
+            yield from self._json.value(char, lambda text: None)
+        elif char == "{":
             if self._name is None:
                 self._early = []
             else:
                 self._start()
-            yield from self._nested(char, self._emit_arguments)
+            yield from self._json.container(char, self._emit_arguments)
         else:
-            if char == '"':  # JSON inside a string
-                text = (yield from self._string(char)).strip()
-            else:
-                text, after = yield from self._scalar(char)
-                _expect(text == "null")
-                text = ""
-            self._early = [text or "{}"]
-            if self._name is not None:
-                self._start()
-                self._emit_arguments(text or "{}")
-        return after or (yield from self._next_non_space())
+            yield from self._written_otherwise(char)
+
+    def _written_otherwise(self, char: str) -> Parsing:
+        """Read arguments that are not an object: JSON inside a string, or none."""
+        parts: list[str] = []
+        ended = False
+        try:
+            yield from self._json.value(char, parts.append)
+        except EndOfText:
+            ended = True
+        value = json.loads("".join(parts) or "null")
+        if ended and not value:
+            raise EndOfText
+        text = "{}" if value is None else repaired_object(value or "{}") if isinstance(value, str) else None
+        if text is None:
+            raise NotACallError
+        self._early = [text]
+        if self._name is not None:
+            self._start_late()
+
+    def _value(self, char: str) -> Generator[None, str, str]:
+        parts: list[str] = []
+        yield from self._json.value(char, parts.append)
+        return "".join(parts)
 
     def _start(self) -> None:
         assert self._name is not None
-        self.started = True
+        self._started = True
+        self._reader.stop_recording()
         self._emit(CallStart(self._name))
 
     def _emit_arguments(self, text: str) -> None:
-        if self.started:
+        if self._started:
             self._emit(CallArguments(text))
         else:
             assert self._early is not None
             self._early.append(text)
-
-    def _next_char(self) -> Read:
-        char = yield
-        if not self.started:
-            self.consumed.append(char)
-        return char
-
-    def _next_non_space(self) -> Read:
-        """The next character that is not white space."""
-        while (char := (yield from self._next_char())) in SPACE:
-            pass
-        return char
-
-    def _string(self, char: str) -> Read:
-        _expect(char == '"')
-        raw = [char]
-        while (char := (yield from self._next_char())) != '"':
-            raw.append(char)
-            if char == "\\":
-                raw.append((yield from self._next_char()))
-        try:
-            return str(json.loads("".join(raw) + '"', strict=False))
-        except ValueError:
-            raise NotACallError from None
-
-    def _nested(self, char: str, release: Callable[[str], None]) -> Parsing:
-        """Release an object or array as it is. Brackets are matched; nothing else is checked."""
-        release(char)
-        depth = 1
-        while depth:
-            char = yield from self._next_char()
-            release(char)
-            depth += (char in "{[") - (char in "}]")
-            if char == '"':
-                while (char := (yield from self._next_char())) != '"':
-                    release(char)
-                    if char == "\\":
-                        release((yield from self._next_char()))
-                release(char)
-
-    def _scalar(self, char: str) -> Generator[None, str, tuple[str, str]]:
-        """A number or word, and the first character after it that is not white space."""
-        text = ""
-        while char not in ",}" and char not in SPACE:
-            text += char
-            _expect(len(text) < 64)
-            char = yield from self._next_char()
-        try:
-            json.loads(text)
-        except ValueError:
-            raise NotACallError from None
-        return text, char if char not in SPACE else (yield from self._next_non_space())
-
-
-def read_call(emit: Emit, text: TextEmitter, before: str, first: str = "", *,
-             arguments_needed: bool = False) -> Generator[None, str, bool]:
-    """Read one call; what is not a call is emitted as text.
-
-    Args:
-        before: text that precedes it and is held back.
-        first: see `JsonCall.read_object`.
-
-    Returns:
-        Whether it was a call.
-    """
-    call = JsonCall(emit, arguments_needed=arguments_needed)
-    try:
-        yield from call.read_object(first)
-    except (NotACallError, EndOfText) as error:
-        if not call.started:
-            text.add_text(before + "".join(call.consumed))
-        if isinstance(error, EndOfText):
-            raise
-        return False
-    text.end_call()
-    return True
-
-
-def read_call_list(emit: Emit, text: TextEmitter, before: str) -> Parsing:
-    """Read `{...}, {...}]` after an opening bracket, a call each.
-
-    Args:
-        before: text that precedes the first and is held back, bracket included.
-    """
-    while (yield from read_call(emit, text, before)):
-        before = ""
-        char = yield from read_non_space()
-        if char != ",":
-            if char != "]":
-                text.add_text(char)
-            return
-
-
-def _expect(good: bool) -> None:
-    if not good:
-        raise NotACallError

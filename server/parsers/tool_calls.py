@@ -1,145 +1,125 @@
-"""Tool calls in the formats of the models; anywhere else the text is content."""
+"""Tool calls in the formats of the models; anywhere else the text is content.
 
-from collections.abc import Generator
+Small models write them carelessly. What can be understood becomes a call (see `lenient_json`); what cannot is content,
+without its tags. A tagged call may name any function, offered or not: clients answer that with an error which the model
+then reads.
+"""
+
+import re
+from collections.abc import Callable, Collection
 
 from jaxpaged.server.parsers.events import (
-    SPACE,
-    CallArguments,
-    CallStart,
     Emit,
     EndOfText,
     ParseFunction,
     Parsing,
     TextEmitter,
-    pass_through,
-    read_non_space,
-    read_until,
 )
-from jaxpaged.server.parsers.json_calls import MAX_NAME_CHARS, JsonCall, read_call, read_call_list
+from jaxpaged.server.parsers.json_calls import CallReader
+from jaxpaged.server.parsers.reader import CharReader
 
 _HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
 _LLAMA3_TAG = "<|python_tag|>"
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
+_MISTRAL_MARKS = re.compile(r"\[ARGS\]|\[CALL_ID\][^\[\s]*")
+_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}\"']+)\s*(?:\[CALL_ID\][^\[\]]*)?(?:\[ARGS\])?\s*")
 
 
-def hermes(emit: Emit) -> Parsing:
+def hermes(emit: Emit, names: Collection[str] = ()) -> Parsing:
     """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the last tag may be missing."""
-    text = TextEmitter(emit)
-    tags: tuple[str, ...] = (_HERMES_BEGIN,)
+    reader, text = CharReader(), TextEmitter(emit)
+    calls = CallReader(reader, emit, text, _HERMES_END, _HERMES_BEGIN)
+    tags = (_HERMES_BEGIN, _HERMES_END)
     try:
         while True:
-            if (yield from read_until(tags, text.add_text)) == _HERMES_END:
-                tags = (_HERMES_BEGIN,)
-            elif (yield from read_call(emit, text, _HERMES_BEGIN)):
-                tags = (_HERMES_BEGIN, _HERMES_END)
+            if (yield from reader.until(tags, text.add_text)) == _HERMES_BEGIN and (yield from calls.read_calls()):
+                yield from calls.read_rest(tags)
     except EndOfText:
         text.finish()
         raise
 
 
-def llama3_json(emit: Emit) -> Parsing:
-    """Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by semicolons.
+def llama3_json(emit: Emit, names: Collection[str] = ()) -> Parsing:
+    """Llama 3: `{"name": ..., "parameters": {...}}`, or several of these separated by semicolons.
 
-    An answer that starts otherwise has no calls. An object without arguments is JSON for the user.
+    Without its tag a call looks like JSON for the user: it is one only if it has arguments and names one of `names`.
     """
-    text = TextEmitter(emit)
-    separators = SPACE
-    try:
-        while (before := (yield from _read_opening(text, separators))) is not None:
-            if not (yield from read_call(emit, text, before, "{", arguments_needed=True)):
-                break
-            separators = SPACE + ";"
-        yield from pass_through(text.add_text)
-    except EndOfText:
-        text.finish()
-        raise
-
-
-def _read_opening(text: TextEmitter, separators: str) -> Generator[None, str, str | None]:
-    """Read up to the brace of a call and return what precedes it; None where the text is no call and was emitted."""
-    held = ""
+    reader, text = CharReader(), TextEmitter(emit)
+    calls = CallReader(reader, emit, text)
     try:
         while True:
-            char = yield
-            if char == "{" and held.strip(separators) in ("", _LLAMA3_TAG):
-                return held
-            held += char
-            rest = held.lstrip(separators)
-            if not _LLAMA3_TAG.startswith(rest) and rest.rstrip(SPACE) != _LLAMA3_TAG:
-                text.add_text(held)
-                return None
-    except EndOfText:
-        text.add_text(held)
-        raise
-
-
-def mistral(emit: Emit) -> Parsing:
-    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer models: `[TOOL_CALLS]name[ARGS]{...}`."""
-    text = TextEmitter(emit)
-    try:
-        while True:
-            yield from read_until((_MISTRAL_BEGIN,), text.add_text)
-            before = _MISTRAL_BEGIN
-            try:
-                while (char := (yield)) in SPACE:
-                    before += char
-            except EndOfText:
-                text.add_text(before)
-                raise
-            if char == "[":
-                yield from read_call_list(emit, text, before + char)
+            tag = yield from reader.until((_LLAMA3_TAG, "{", "["), text.add_text)
+            if tag == _LLAMA3_TAG:
+                yield from calls.read_calls(arguments_needed=True)
             else:
-                yield from _read_mistral_call(emit, text, before, char)
+                reader.give_back(tag)
+                yield from calls.read_calls(names, arguments_needed=True)
     except EndOfText:
         text.finish()
         raise
 
 
-def _read_mistral_call(emit: Emit, text: TextEmitter, before: str, char: str) -> Parsing:
-    head = ""
+def mistral(emit: Emit, names: Collection[str] = ()) -> Parsing:
+    """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer models: `[TOOL_CALLS]name[ARGS]{...}`."""
+    reader, text = CharReader(), TextEmitter(emit)
+    calls = CallReader(reader, emit, text)
     try:
-        while char != "{":
-            head += char
-            if char == "\n" or len(head) > MAX_NAME_CHARS:
-                text.add_text(before + head)
-                return
-            char = yield
+        while True:
+            yield from reader.until((_MISTRAL_BEGIN,), text.add_text)
+            char = yield from reader.next_non_space()
+            reader.give_back(char)
+            if char in "[{\"'`":
+                yield from calls.read_calls()
+            else:
+                yield from _read_named(reader, calls, text)
     except EndOfText:
-        text.add_text(before + head)
+        text.finish()
         raise
-    name = head.partition("[")[0].strip()  # then come marks such as [CALL_ID]... and [ARGS]
-    if not name:
-        text.add_text(before + head + char)
+
+
+def _read_named(reader: CharReader, calls: CallReader, text: TextEmitter) -> Parsing:
+    """Read `name[ARGS]{...}`; anything else up to the end of the line is text, without its marks."""
+    head: list[str] = []
+    try:
+        end = yield from reader.until(("{", "\n", _MISTRAL_BEGIN), head.append)
+    except EndOfText:
+        text.add_text("".join(head).partition("[")[0])
+        raise
+    found = _MISTRAL_NAME.fullmatch("".join(head))
+    if found is not None and end == "{":
+        yield from calls.read_arguments(found[1])
         return
-    yield from JsonCall(emit).read_arguments(name, char)
-    text.end_call()
+    reader.give_back(end)
+    text.add_text(_MISTRAL_MARKS.sub("", "".join(head)))
 
 
 def required_calls(emit: Emit) -> Parsing:
-    """Calls that tool_choice requires; the answer is `[{"name": ..., "parameters": {...}}, ...]`."""
-    text = TextEmitter(emit)
-    try:
-        char = yield from read_non_space()
-        if char == "[":
-            yield from read_call_list(emit, text, char)
-        else:
-            text.add_text(char)
-        yield from pass_through(text.add_text)
-    except EndOfText:
-        text.finish()
-        raise
+    """Calls that tool_choice requires; the answer is `[{"name": ..., "parameters": {...}}, ...]`, and nothing else."""
+    reader = CharReader()
+    calls = CallReader(reader, emit, TextEmitter(lambda event: None))
+    while True:
+        reader.give_back((yield from reader.until(("{",), lambda text: None)))
+        yield from calls.read_calls()
 
 
 def named_call(name: str) -> ParseFunction:
     """The call that tool_choice names; structured output makes the answer its arguments."""
 
     def parse(emit: Emit) -> Parsing:
-        char = yield from read_non_space()
-        emit(CallStart(name))
-        emit(CallArguments(char))
-        yield from pass_through(lambda text: emit(CallArguments(text)))
+        reader = CharReader()
+        calls = CallReader(reader, emit, TextEmitter(emit))
+        if (yield from reader.next_non_space()) == "{":
+            yield from calls.read_arguments(name)
+        while True:
+            yield from reader.next()
 
     return parse
 
 
-TOOL_PARSERS: dict[str, ParseFunction] = {"hermes": hermes, "llama3_json": llama3_json, "mistral": mistral}
+ToolParser = Callable[[Emit, Collection[str]], Parsing]
+TOOL_PARSERS: dict[str, ToolParser] = {"hermes": hermes, "llama3_json": llama3_json, "mistral": mistral}
+
+
+def make_tool_parser(name: str, names: Collection[str]) -> ParseFunction:
+    """The parser of this format, for a request that offers functions of these names."""
+    return lambda emit: TOOL_PARSERS[name](emit, names)

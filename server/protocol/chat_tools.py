@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.core.errors import RequestError
+from jaxpaged.core.errors import NotSupportedError, RequestError
 from jaxpaged.core.limits import LIMITS, Limits, check_at_most
 from jaxpaged.core.sampling_params import SchemaPart
 from jaxpaged.server.parsers.events import ParseFunction
-from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS, named_call, required_calls
+from jaxpaged.server.parsers.tool_calls import make_tool_parser, named_call, required_calls
 
 # Keywords of an object's schema that say nothing of its properties. With these alone a function has no parameters.
 _NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema", "$id", "$defs",
@@ -47,6 +47,8 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
         RequestError: names the field.
     """
     known = check_tools(tools, limits)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        known, choice = _allowed_tools(choice, known)
     names = [tool["function"]["name"] for tool in known]
     if choice is None:
         choice = "auto" if known else "none"
@@ -60,7 +62,7 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
             raise RequestError("tool_choice auto needs a server started with --enable-auto-tool-choice and "
                                "--tool-call-parser; tool_choice none, required or a named function need neither",
                                param="tool_choice")
-        return ToolUse(known, TOOL_PARSERS[parser], one_call=one)
+        return ToolUse(known, make_tool_parser(parser, names), one_call=one)
     if choice == "required":
         parts = tuple(_part(f"/items/anyOf/{index}/properties/parameters", index, tool)
                       for index, tool in enumerate(known))
@@ -86,16 +88,47 @@ def check_tools(tools: Sequence[object] | None, limits: Limits = LIMITS) -> list
     return known
 
 
-def _named(choice: object) -> str:
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+def _allowed_tools(choice: Mapping[str, Any], known: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The tools that `tool_choice` allows, and how they are chosen: auto or required. The model sees no others."""
+    allowed = choice.get("allowed_tools", choice)  # OpenAI's other API has its keys here
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(tools, Sequence) or isinstance(tools, str) or not tools:
+        raise RequestError("tool_choice.allowed_tools must have a mode, auto or required, and a list of tools",
+                           param="tool_choice")
+    names = {_function_name(tool) for tool in tools}
+    if None in names:
+        raise RequestError("each of tool_choice.allowed_tools.tools must be an object of type function with a "
+                           "function's name", param="tool_choice")
+    if not names <= {tool["function"]["name"] for tool in known}:
+        raise RequestError("tool_choice.allowed_tools names a function that is not in tools", param="tool_choice")
+    return [tool for tool in known if tool["function"]["name"] in names], mode
+
+
+def _function_name(tool: object) -> str | None:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return None
+    function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise RequestError("tool_choice must be none, auto, required or an object of type function with a function's "
-                           "name", param="tool_choice")
+    return name if isinstance(name, str) else None
+
+
+def _named(choice: object) -> str:
+    _refuse_custom("tool_choice", choice, "tool_choice")
+    name = _function_name(choice)
+    if name is None:
+        raise RequestError("tool_choice must be none, auto, required, an object of type function with a function's "
+                           "name, or one of type allowed_tools", param="tool_choice")
     return name
 
 
+def _refuse_custom(where: str, value: object, param: str) -> None:
+    if isinstance(value, Mapping) and value.get("type") == "custom":
+        raise NotSupportedError(f"{where} of type custom is not supported; use one of type function", param=param)
+
+
 def _check_tool(where: str, tool: object, limits: Limits) -> dict[str, Any]:
+    _refuse_custom(where, tool, "tools")
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
         raise RequestError(f"{where} must be an object of type function with a function", param="tools")
