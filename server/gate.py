@@ -1,4 +1,4 @@
-"""Middleware before every route: checks the API key and echoes X-Request-Id."""
+"""Middleware before every route: checks the API key, echoes X-Request-Id and cleans the path."""
 
 import hashlib
 import hmac
@@ -13,6 +13,8 @@ OPEN_ROUTES = frozenset({"/health", "/ping", "/"})  # the page asks for the key 
 
 class Gate:
     """ASGI middleware. With keys, every path but OPEN_ROUTES needs one, whether a route exists there or not.
+
+    Behind it, double and trailing slashes of the path are dropped: clients join base addresses and paths in many ways.
 
     Args:
         max_id_chars: a longer X-Request-Id is not sent back.
@@ -36,7 +38,7 @@ class Gate:
         if self._keys and route_path(scope) not in OPEN_ROUTES and not self._has_valid_key(scope):
             await _refuse(send)
             return
-        await self._app(scope, receive, send)
+        await self._app({**scope, "path": clean_path(scope)}, receive, send)
 
     def _has_valid_key(self, scope: Scope) -> bool:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
@@ -50,6 +52,13 @@ def route_path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(root + "/") else path
+
+
+def clean_path(scope: Scope) -> str:
+    """The path without double and trailing slashes, with the prefix of a proxy if it has one."""
+    path, within = scope["path"], route_path(scope)
+    prefix: str = path.removesuffix(within)
+    return prefix + "/" + "/".join(filter(None, within.split("/")))
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

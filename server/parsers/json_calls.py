@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator
 
 from jaxpaged.server.parsers.events import (
     CallArguments,
@@ -29,13 +29,13 @@ class CallReader:
 
     Args:
         text: takes what is not a call.
-        end, begin: the tags around calls, if there are any.
+        begin, end: the tags before and after calls, if there are any; they are never text.
     """
 
-    def __init__(self, reader: CharReader, emit: Emit, text: TextEmitter, end: str = "", begin: str = "") -> None:
+    def __init__(self, reader: CharReader, emit: Emit, text: TextEmitter, begin: str, end: str = "") -> None:
         self._reader, self._emit, self._text = reader, emit, text
-        self._json = LenientJson(reader, end, begin)
-        self._end = end
+        self._json = LenientJson(reader, begin, end)
+        self._tags, self._end = (begin, end), end
 
     def read_calls(self, names: Collection[str] | None = None, *, arguments_needed: bool = False
                    ) -> Generator[None, str, bool]:
@@ -65,10 +65,10 @@ class CallReader:
                     reader.stop_recording()
                     return False
         except NotACallError:
-            self._text.add_text(reader.stop_recording())
+            self._release_recorded()
             return False
         except EndOfText:
-            self._text.add_text(reader.stop_recording())
+            self._release_recorded()
             raise
 
     def read_arguments(self, name: str) -> Parsing:
@@ -87,6 +87,12 @@ class CallReader:
         except EndOfText:
             self._text.add_text("".join(rest))
             raise
+
+    def _release_recorded(self) -> None:
+        text = self._reader.stop_recording()
+        for tag in filter(None, self._tags):
+            text = text.replace(tag, "")
+        self._text.add_text(text)
 
     def _emit_arguments(self, text: str) -> None:
         self._emit(CallArguments(text))

@@ -2,7 +2,7 @@
 
 Valid JSON is released as it is, while it is read. What is repaired: quotation marks and control characters that lack a
 backslash, unknown escapes, single quotes, Python's words, bare keys and texts, commas that are missing or too many,
-brackets that are missing, doubled or of the wrong kind. At the end of the text, what is open is closed, and a member
+brackets that are missing or doubled. At the end of the text, what is open is closed, and a member
 without a value is dropped.
 """
 
@@ -44,12 +44,12 @@ class LenientJson:
     """Reads values.
 
     Args:
-        end, begin: the tags of a call, if there are any. `end` ends a value; within a string only where nothing, or
+        begin, end: the tags of a call, if there are any. `end` ends a value; within a string only where nothing, or
             `begin`, follows it.
     """
 
-    def __init__(self, reader: CharReader, end: str = "", begin: str = "") -> None:
-        self._reader, self._end, self._begin = reader, end, begin
+    def __init__(self, reader: CharReader, begin: str = "", end: str = "") -> None:
+        self._reader, self._begin, self._end = reader, begin, end
 
     def value(self, char: str, release: Release) -> Parsing:
         """Read a value that starts with this character, which has been read.
@@ -191,7 +191,8 @@ class LenientJson:
             return True
         finally:
             self._reader.give_back(held)
-        return char in behind or char == self._end[:1]
+        missing_comma = char == '"' and "\n" in held
+        return char in behind or missing_comma or char == self._end[:1]
 
     def _ends_here(self, char: str) -> Generator[None, str, bool]:
         """Whether this character starts the tag that ends a call and its unclosed string; if so it is given back."""
@@ -263,7 +264,7 @@ class LenientJson:
         parts = []
         ended = False
         try:
-            while char not in ",}]\r\n" and char != self._end[:1]:
+            while char not in ",}]\"\r\n" and char != self._end[:1]:
                 parts.append(char)
                 char = yield from self._reader.next()
             self._reader.give_back(char)

@@ -28,7 +28,7 @@ _MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}\"']+)\s*(?:\[CALL_ID\][^\[\]]*)?(?:\
 def hermes(emit: Emit, names: Collection[str] = ()) -> Parsing:
     """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; the last tag may be missing."""
     reader, text = CharReader(), TextEmitter(emit)
-    calls = CallReader(reader, emit, text, _HERMES_END, _HERMES_BEGIN)
+    calls = CallReader(reader, emit, text, _HERMES_BEGIN, _HERMES_END)
     tags = (_HERMES_BEGIN, _HERMES_END)
     try:
         while True:
@@ -45,7 +45,7 @@ def llama3_json(emit: Emit, names: Collection[str] = ()) -> Parsing:
     Without its tag a call looks like JSON for the user: it is one only if it has arguments and names one of `names`.
     """
     reader, text = CharReader(), TextEmitter(emit)
-    calls = CallReader(reader, emit, text)
+    calls = CallReader(reader, emit, text, _LLAMA3_TAG)
     try:
         while True:
             tag = yield from reader.until((_LLAMA3_TAG, "{", "["), text.add_text)
@@ -62,7 +62,7 @@ def llama3_json(emit: Emit, names: Collection[str] = ()) -> Parsing:
 def mistral(emit: Emit, names: Collection[str] = ()) -> Parsing:
     """Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer models: `[TOOL_CALLS]name[ARGS]{...}`."""
     reader, text = CharReader(), TextEmitter(emit)
-    calls = CallReader(reader, emit, text)
+    calls = CallReader(reader, emit, text, _MISTRAL_BEGIN)
     try:
         while True:
             yield from reader.until((_MISTRAL_BEGIN,), text.add_text)
@@ -96,7 +96,7 @@ def _read_named(reader: CharReader, calls: CallReader, text: TextEmitter) -> Par
 def required_calls(emit: Emit) -> Parsing:
     """Calls that tool_choice requires; the answer is `[{"name": ..., "parameters": {...}}, ...]`, and nothing else."""
     reader = CharReader()
-    calls = CallReader(reader, emit, TextEmitter(lambda event: None))
+    calls = CallReader(reader, emit, TextEmitter(lambda event: None), "")
     while True:
         reader.give_back((yield from reader.until(("{",), lambda text: None)))
         yield from calls.read_calls()
@@ -107,7 +107,7 @@ def named_call(name: str) -> ParseFunction:
 
     def parse(emit: Emit) -> Parsing:
         reader = CharReader()
-        calls = CallReader(reader, emit, TextEmitter(emit))
+        calls = CallReader(reader, emit, TextEmitter(emit), "")
         if (yield from reader.next_non_space()) == "{":
             yield from calls.read_arguments(name)
         while True:

@@ -257,6 +257,16 @@ def test_right_keys_and_open_routes(strict: LiveServer) -> None:
     assert "sesame" not in strict.log and "other key" not in strict.log
 
 
+@pytest.mark.parametrize("path", [
+    "/v1/models/", "//v1/models", "/v1//models//", "/api/v1/models/", "/api//v1/models", "//api/v1/models",
+    "/v1/models/tiny/", "/health/", "/metrics//", "/api/", "//", "/v1/models/?x=1",
+])
+def test_double_and_trailing_slashes_are_dropped(strict: LiveServer, path: str) -> None:
+    assert httpx.get(strict.url + path, headers=KEY).status_code == 200
+    body = {"prompt": "a", "max_tokens": 1}
+    assert httpx.post(f"{strict.url}//v1/completions/", json=body, headers=KEY).status_code == 200
+
+
 def test_browsers_of_allowed_origins(strict: LiveServer) -> None:
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     for origin, allowed in (("https://good.example", True), ("https://evil.example", False)):

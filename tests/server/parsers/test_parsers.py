@@ -19,7 +19,7 @@ from jaxpaged.server.parsers.events import (
     merge_events,
 )
 from jaxpaged.server.parsers.reasoning import split_reasoning
-from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS, named_call, required_calls
+from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS, make_tool_parser, named_call, required_calls
 
 # Characters that make tags, brackets and strings likely.
 noise = st.text(st.sampled_from('<>/[]{}"\\:,; \nabcdefglmnrtuo_|TOOLCALS'), max_size=30)
@@ -32,9 +32,11 @@ values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_si
 names = st.text(st.characters(categories=("L", "N"), include_characters="_-."), min_size=1, max_size=12)
 calls = st.lists(st.tuples(names, st.dictionaries(st.text(max_size=5), values, max_size=3)), max_size=3)
 words = st.text(st.characters(codec="utf-8", exclude_characters="<[{"), max_size=15)
-PARSERS: dict[str, ParseFunction] = {**TOOL_PARSERS, "required": required_calls, "named": named_call("f"),
-                                     "r1": split_reasoning(REASONING_FORMATS["deepseek_r1"].start_of_answer("")),
-                                     "qwen3": split_reasoning(REASONING_FORMATS["qwen3"].start_of_answer(""))}
+OFFERED = ("f", "g")
+PARSERS: dict[str, ParseFunction] = {name: make_tool_parser(name, OFFERED) for name in TOOL_PARSERS} | {
+    "required": required_calls, "named": named_call("f"),
+    "r1": split_reasoning(REASONING_FORMATS["deepseek_r1"].start_of_answer("")),
+    "qwen3": split_reasoning(REASONING_FORMATS["qwen3"].start_of_answer(""))}
 
 
 def parse(function: ParseFunction, *chunks: str) -> list[Any]:
@@ -69,7 +71,7 @@ def test_any_split_of_any_text_gives_the_same(name: str, text: str, data: st.Dat
 
 
 @given(text=messy.filter(lambda text: not any(tag in text for tag in (
-    "<tool_call>", "[TOOL_CALLS]", "{", "<think>", "<|python_tag|>"))))
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "<think>", "<|python_tag|>"))))
 @pytest.mark.parametrize("name", [*TOOL_PARSERS, "qwen3"])
 def test_a_text_without_calls_is_left_alone(name: str, text: str) -> None:
     assert content(parse(PARSERS[name], text)) == text
@@ -98,7 +100,8 @@ def test_hermes(before: str, calls: list[Any], between: str, after: str, data: s
 @given(calls=calls.filter(bool), separator=st.sampled_from([";", " ; ", "\n"]), tag=st.booleans(), data=st.data())
 def test_llama3(calls: list[Any], separator: str, tag: bool, data: st.DataObject) -> None:
     text = separator.join(spelled(data, name, arguments, "parameters") for name, arguments in calls)
-    events = parse(PARSERS["llama3_json"], *split(data, "<|python_tag|>" * tag + text))
+    offered = () if tag else {name for name, _ in calls}
+    events = parse(make_tool_parser("llama3_json", offered), *split(data, "<|python_tag|>" * tag + text))
     assert found_calls(events) == calls and not content(events)
 
 
@@ -127,18 +130,23 @@ def test_required_calls(calls: list[Any], data: st.DataObject) -> None:
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', [CallStart("f"), CallArguments("{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": null}', [CallStart("f"), CallArguments("{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": ""}', [CallStart("f"), CallArguments("{}")]),
-    ("hermes", "<tool_call>so be it</tool_call>", [Text("<tool_call>so be it</tool_call>")]),
-    ("hermes", '<tool_call>{"name": 3, "arguments": {}}', [Text('<tool_call>{"name": 3, "arguments": {}}')]),
-    ("hermes", '<tool_call>{"name": "f", "argum', [Text('<tool_call>{"name": "f", "argum')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [CallStart("f"), CallArguments('{"a": "b')]),
+    ("hermes", "<tool_call>so be it</tool_call>", [Text("so be it")]),
+    ("hermes", "<tool_call></tool_call>", []),
+    ("hermes", '<tool_call>{"name": 3, "arguments": {}}', [Text('{"name": 3, "arguments": {}}')]),
+    ("hermes", '<tool_call>{"name": "f", "argum', [Text('{"name": "f", "argum')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', [CallStart("f"), CallArguments('{"a": "b"}')]),
+    ("hermes", '<tool_call>{"name": "unheard_of", "arguments": {}}', [CallStart("unheard_of"), CallArguments("{}")]),
     ("hermes", "a <tool_ca", [Text("a <tool_ca")]),
     ("hermes", " \n", [Text(" \n")]),
     ("llama3_json", '{"name": "Bob", "age": 3}', [Text('{"name": "Bob", "age": 3}')]),
-    ("llama3_json", 'Sure: {"name": "f", "parameters": {}}', [Text('Sure: {"name": "f", "parameters": {}}')]),
-    ("llama3_json", "<|python_tag|>search.call()", [Text("<|python_tag|>search.call()")]),
-    ("mistral", "[TOOL_CALLS] f\n", [Text("[TOOL_CALLS] f\n")]),
-    ("mistral", "[TOOL_CALLS]", [Text("[TOOL_CALLS]")]),
-    ("required", "", []), ("required", "[", [Text("[")]), ("named", "", []),
+    ("llama3_json", 'Sure: {"name": "f", "parameters": {}}', [Text("Sure: "), CallStart("f"), CallArguments("{}")]),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}', [Text('{"name": "Bob", "parameters": {}}')]),
+    ("llama3_json", '[{"name": "Bob"}, 1]', [Text('[{"name": "Bob"}, 1]')]),
+    ("llama3_json", '<|python_tag|>{"name": "Bob", "parameters": {}}', [CallStart("Bob"), CallArguments("{}")]),
+    ("llama3_json", "<|python_tag|>search.call()", [Text("search.call()")]),
+    ("mistral", "[TOOL_CALLS] f\n", [Text("f\n")]),
+    ("mistral", "[TOOL_CALLS]", []),
+    ("required", "", []), ("required", "[", []), ("named", "", []),
     ("r1", "hmm\n</think>\n\nYes", [Reasoning("hmm"), Text("Yes")]),
     ("r1", "<think>\nhmm</think>Yes", [Reasoning("hmm"), Text("Yes")]),
     ("r1", "</think>Yes", [Text("Yes")]), ("r1", "cut off", [Reasoning("cut off")]),
