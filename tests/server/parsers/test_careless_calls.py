@@ -1,5 +1,6 @@
 """Tool calls as small models write them: what can be understood is a call, its arguments are always a JSON object."""
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +79,9 @@ def test_whatever_is_written_arguments_are_json_and_streams_equal_the_whole(form
     text = data.draw(mutated(form))
     whole = parse(parser_of(form), text)
     strict_calls(whole)
-    assert not any(tag in content(whole) for tag in MARKUP[form])
+    without = functools.reduce(lambda left, tag: left.replace(tag, ""), MARKUP[form], text)
+    if not any(tag in without for tag in MARKUP[form]):  # a tag inside a tag
+        assert not any(tag in content(whole) for tag in MARKUP[form])
     parser = ChoiceParser(None, parser_of(form))
     chunks = split(data, text)
     assert parse(parser_of(form), *chunks) == whole
