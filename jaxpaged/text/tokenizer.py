@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxpaged.core.errors import CheckpointError, ConfigError, RequestError, first_line
+from jaxpaged.loading.json_files import read_json
 from jaxpaged.text.chat_template import RESERVED, ChatTemplate, RenderedChat, Renderer, TemplateJob
 from jaxpaged.text.placeholders import Placeholders, any_of
 from jaxpaged.text.token_bytes import find_byte_rule, find_max_token_chars
@@ -294,16 +295,35 @@ def _load_gguf(path: Path) -> Tokenizer:
 
 
 def _load_directory(path: Path) -> Tokenizer:
-    with _QuietImport():
-        from transformers import AutoTokenizer
-
     try:
-        hf = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        hf = _tokenizer_class(path).from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of many kinds, the libraries' own among them
         raise CheckpointError(f"cannot read a tokenizer from {path}: {first_line(error)}") from error
     if not getattr(hf, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json; save one with transformers")
     return Tokenizer(hf)
+
+
+def _tokenizer_class(path: Path) -> Any:
+    """The class of transformers that reads a directory.
+
+    `AutoTokenizer` imports PyTorch where it is installed, which takes seconds. Where a Llama's files name the class
+    without rules of its own, as those of Llama 3 do, that is what it finds.
+    """
+    try:
+        config, tokenizer = (read_json(path / name) for name in ("config.json", "tokenizer_config.json"))
+        plain = (config.get("model_type") == "llama" and "auto_map" not in tokenizer
+                 and tokenizer.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend"))
+    except CheckpointError:
+        plain = False  # AutoTokenizer says what is wrong
+    with _QuietImport():
+        if plain:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
 
 
 def _read_template(given: str) -> str:

@@ -17,6 +17,7 @@ from tokenizers import pre_tokenizers
 from jaxpaged.core.errors import CheckpointError, ConfigError, RequestError
 from jaxpaged.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.live_server import write_tiny_model
 from tests.support.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,6 +159,22 @@ tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
                           timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout + done.stderr == ""
+
+
+def test_a_class_without_rules_of_its_own_is_that_of_transformers(tmp_path: Path) -> None:
+    """It is read without AutoTokenizer, which would import PyTorch: seconds of each start."""
+    from transformers import AutoTokenizer
+
+    folder = write_tiny_model(tmp_path / "model")
+    code = "import sys\nfrom pathlib import Path\nfrom jaxpaged.text.tokenizer import load_tokenizer\n" \
+           "load_tokenizer(Path(sys.argv[1]))\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True, timeout=60)
+    for name in ("PreTrainedTokenizerFast", "TokenizersBackend", "GPT2Tokenizer"):
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
+        found, wanted = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        assert type(found.hf) is type(wanted)
+        assert [found.encode(text) for text in TEXTS] == [wanted.encode(text) for text in TEXTS]
 
 
 @pytest.mark.parametrize(("pre", "words"), [
