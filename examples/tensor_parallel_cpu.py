@@ -9,7 +9,7 @@ no faster; it shows that the result is the same before there are GPUs.
 import jaxpaged
 
 ENGINE = {"model": "smollm2-135m-instruct", "device": "cpu", "max_num_seqs": 2, "max_num_batched_tokens": 8,
-          "max_model_len": 256}
+          "max_model_len": 256, "enforce_eager": True}  # compiles only what is used
 
 
 def complete(devices: int) -> tuple[int, ...]:

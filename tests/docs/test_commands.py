@@ -5,16 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxpaged.server.args import parse_args
 from tests.support.documents import documents
-from tests.support.live_server import ROOT, LiveServer, write_tiny_model
+from tests.support.live_server import ROOT
 
-DEFAULT = "smollm2-135m-instruct"
 SERVER = re.compile(r"(?:python -m jaxpaged\.server|jaxpaged serve)\b(.*?)(?: &)?$")
 
 INSTALLS = "installs packages, or runs what does"
@@ -75,20 +73,6 @@ NOT_RUN: dict[str, str] = {
 COMMANDS = sorted({command for document in documents() for command in document.commands()})
 PYTHON = [pytest.param(block, id=f"{document.name}-{number}")
           for document in documents() for number, (_, block) in enumerate(document.blocks("python"), 1)]
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A tiny model under the name of the default one, with all that the documents ask a server for."""
-    with LiveServer(tmp_path_factory.mktemp("server") / "log", str(tiny_model), "--served-model-name", DEFAULT,
-                    "--enable-embeddings", "--enable-reset-prefix-cache", "--max-num-seqs", "4",
-                    "--max-num-batched-tokens", "16", "--num-gpu-blocks-override", "600") as live:
-        yield live.wait_ready()
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if SERVER.match(command)])

@@ -16,7 +16,7 @@ ROWS: list[dict[str, Any]] = json.loads(FILE.read_text())
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path) -> Iterator[LLM]:
-    with LLM(model=str(smollm2_path)) as llm:
+    with LLM(model=str(smollm2_path), enforce_eager=True) as llm:  # loads only the programs that it uses
         yield llm
 
 

@@ -43,7 +43,10 @@ LONGEST = (
     "engine/test_slow_prefill.py",
 )
 # Files that run in the process of another one, after it, because they share a server.
-SAME_WORKER = {"server/routes/test_parameters.py": "server/test_server.py"}
+SAME_WORKER = {
+    "server/routes/test_parameters.py": "server/test_server.py",
+    "docs/test_examples.py": "docs/test_commands.py",
+}
 
 
 def file_of(node_id: str) -> str:

@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 async def follow(client: httpx.AsyncClient, number: int) -> None:
-    count = 20 + number % 30
+    count = 4 + number % 8
     body = {"prompt": [number % 256], "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
             "return_token_ids": True, "request_id": f"stream-{number}", "stream_options": {"include_usage": True}}
     ids: list[int] = []
