@@ -55,8 +55,8 @@ def make_app(api: Api) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], openapi_extra={"parameters": [
         {"name": "name", "in": "path", "required": True, "schema": {"enum": list(api.names)}}]})
     app.add_api_route("/", api.page, methods=["GET"], include_in_schema=False)
-    if api.config.enable_reset_prefix_cache:
-        app.add_api_route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"])
+    app.add_api_route("/reset_prefix_cache", api.reset_prefix_cache, methods=["POST"],
+                      include_in_schema=api.config.enable_reset_prefix_cache)
     app.add_api_route("/health", api.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/ping", api.health, methods=["HEAD", "POST"], include_in_schema=False)
     for kind, handler in _HANDLERS.items():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpaged.commands.plan import add_device_flag, compiling_for, device_named, print_line
+from jaxpaged.commands.quiet_jax import import_jax
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, JaxpagedError
 from jaxpaged.core.flags import add_flags, merge_model, new_parser, parse_flags
@@ -119,7 +120,7 @@ def _count_kernels(small: Sequence["ProgramSet"], name: "ProgramName") -> tuple[
 
 
 def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int, kernels: bool) -> None:
-    # imported late: --help and errors in flags are quick
+    import_jax()
     from jaxpaged.engine.startup import layout_of, model_of, programs_of
     from jaxpaged.loading.checkpoint import read_config
     from jaxpaged.loading.hub import resolve_config
@@ -127,9 +128,7 @@ def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int
     if out is not None and out.exists() and not (out / "store.json").exists() and any(out.iterdir()):
         raise ConfigError(f"{out} contains other files; choose another directory with --out")
     hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
-    device = device_named(device_name, config, print_line)
-    if not device.devices:
-        raise ConfigError(f"no compiler for {device_name} is installed")
+    device = device_named(device_name, config)
     model = model_of(config, hf, device.platform)
     with compiling_for(device_name):
         layout = layout_of(config, model, device, print_line)

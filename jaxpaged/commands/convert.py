@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from jaxpaged.commands.quiet_jax import import_jax
 from jaxpaged.core.config import DEFAULT_MODEL
 from jaxpaged.core.errors import ConfigError, JaxpagedError
 from jaxpaged.core.flags import Parser
@@ -46,7 +47,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
-    # imported late: --help and errors in flags are quick
+    import_jax()
     from jaxpaged.engine.planning import define, model_dtype
     from jaxpaged.execution.devices import select_device
     from jaxpaged.execution.sharding import Partition

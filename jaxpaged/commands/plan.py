@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.commands.quiet_jax import import_jax
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import ConfigError, JaxpagedError
 from jaxpaged.core.flags import Parser, add_flags, merge_model, new_parser, parse_flags
@@ -60,13 +61,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.plan
 
 
 def device_named(
-    name: str, config: EngineConfig, report: Callable[[str], None], *, compiling: bool = True
+    name: str, config: EngineConfig, *, compiling: bool = True, report: Callable[[str], None] | None = None
 ) -> "DeviceInfo":
     """The device to plan and compile for: an installed one, or a GPU by its name.
 
-    Of a GPU by its name `devices` is empty unless `compiling`, or if there is no compiler; `report` gets the reason.
+    Of a GPU by its name `devices` is empty unless `compiling`, or where there is no compiler and `report` gets the
+    reason.
+
+    Raises:
+        ConfigError: no such device; no compiler for it, without `report`.
     """
-    # imported late: --help and errors in flags are quick
     from jaxpaged.execution import aot
     from jaxpaged.execution.devices import DeviceInfo, fix_platform, select_device
     from jaxpaged.execution.gpu_targets import find_gpu
@@ -81,6 +85,8 @@ def device_named(
         try:
             devices = aot.compile_only_devices(gpu, count)
         except ConfigError as error:
+            if report is None:
+                raise
             report(str(error))
     return DeviceInfo("cuda", gpu.kind, gpu.memory_bytes, devices)
 
@@ -96,13 +102,14 @@ def _plan(
     config: EngineConfig, device_name: str, compiling: bool, lengths: Sequence[int] | None
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan as text and for --json."""
+    import_jax()
     from jaxpaged.engine.planning import lengths_of_interest
     from jaxpaged.engine.startup import layout_of, model_of, temporaries_matter
     from jaxpaged.loading.checkpoint import read_config
     from jaxpaged.loading.hub import resolve_config
 
     hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
-    device = device_named(device_name, config, print_line, compiling=compiling)
+    device = device_named(device_name, config, compiling=compiling, report=print_line)
     compiling = compiling and temporaries_matter(config, device)
     if compiling:
         print_line("compiling the largest step ...")

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from jaxpaged.core.compatibility import UNSUPPORTED_CONFIG
 from jaxpaged.core.errors import ConfigError
+from jaxpaged.core.limits import LIMITS
 
 GROUPS = {"model": "model", "memory": "device and memory", "scheduling": "scheduling", "parallel": "parallel",
           "server": "server", "limits": "limits and timeouts"}
@@ -127,6 +128,10 @@ def parse_flags(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
         known = [name for action in parser._actions for name in action.option_strings
                  if action.help != argparse.SUPPRESS]
         wrong = flags[0].partition("=")[0]
+        name = wrong.removeprefix("--").replace("-", "_")
+        if name in {item.name for item in fields(LIMITS)}:
+            parser.error(f"{wrong} is not a flag: this limit is fixed at {getattr(LIMITS, name):,}; docs/limits.md "
+                         "lists the flags and the fixed limits")
         near = difflib.get_close_matches(wrong, known, 1)
         parser.error(f"unknown flag {wrong}" + (f"; did you mean {near[0]}?" if near else "; --help lists all flags"))
     return vars(namespace)

@@ -206,7 +206,7 @@ class Engine:
             step_tokens=(running.step.num_tokens,),
         )
         return self._scheduler.update_from_output(running.step, sampled, running.sampled_logprobs(),
-                                      [rows.result() for rows in running.scored])
+                                                  [rows.result() for rows in running.scored])
 
     def _with_beams(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Advance the beam searches by the deltas of their beams; return the deltas of choices."""

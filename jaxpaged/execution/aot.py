@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxpaged.core.errors import ConfigError
+from jaxpaged.core.quiet_start import without_cuda_notices
 from jaxpaged.execution.devices import fix_platform
 from jaxpaged.execution.gpu_targets import GpuSpec
 
@@ -33,9 +34,9 @@ def compile_only_devices(gpu: GpuSpec, count: int = 1) -> tuple[jax.Device, ...]
         raise ConfigError(_NO_PLUGIN)
     fix_platform("auto")
     try:
-        found = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=gpu.config_text
-        )
+        with without_cuda_notices():
+            found = topologies.get_topology_desc(
+                platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=gpu.config_text)
     except (AssertionError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{_NO_PLUGIN} ({reason})") from error

@@ -124,6 +124,8 @@ class Api:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Drop all cached prefixes."""
         self._check_serving()
+        if not self.config.enable_reset_prefix_cache:
+            raise NotSupportedError("this route needs a server started with --enable-reset-prefix-cache")
         self._client.reset_prefix_cache()
         return Response(b"")
 

@@ -176,6 +176,14 @@ def test_fp8_pages_for_a_gpu_without_fp8_are_one_error(
     assert capsys.readouterr().err.splitlines()[-1].endswith("is older; use int8")
 
 
+def test_a_missing_compiler_is_one_error(model: Path, capsys: pytest.CaptureFixture[str],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([str(model / "config.json"), "--device", "h200", *FLAGS]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "pip install 'jax[cuda12-local]'" in line
+
+
 def test_other_files_are_not_overwritten(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model), "--device", "cpu", "--out", str(model)]) == 1
     assert "contains other files" in capsys.readouterr().err

@@ -98,6 +98,7 @@ def test_commands_run(command: str, tiny_model: Path, tmp_path: Path, request: p
     done = subprocess.run(["bash", "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=300,
                           env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path})
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert "cuda drivers" not in done.stderr, "a notice of JAX's plugin"
 
 
 @pytest.mark.parametrize("block", PYTHON)

@@ -334,6 +334,7 @@ def test_models_routes_and_methods(http: httpx.Client) -> None:
     refused(http.delete("/v1/models"), 405)
     refused(http.post("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"}), 415)
     refused(http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}), 415)
+    assert "--enable-reset-prefix-cache" in refused(http.post("/reset_prefix_cache"))
     assert "--enable-embeddings" in refused(http.post("/v1/embeddings", json={"input": "a"}))
     assert http.get("/ping").status_code == http.head("/health").status_code == 200
     assert http.get("/version").json() == {"version": "0.1.0"}

@@ -80,6 +80,8 @@ def test_engine_flags(argv: list[str], name: str, value: object) -> None:
     (["--max-model", "5"], "--max-model"),  # no abbreviations
     (["--enable-prefix-cachin"], "did you mean --enable-prefix-caching?"),
     (["--qqq"], "--help"),
+    (["--max-stop-strings", "9"], "fixed at 64; docs/limits.md"),
+    (["--max_grammar_bytes=9"], "--max-grammar-bytes is not a flag"),
     (["a", "b"], "unexpected argument b"),
     (["a", "--model", "b"], "twice"),
     (["--port", "x"], "--port"),
