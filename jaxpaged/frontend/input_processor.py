@@ -275,8 +275,10 @@ class InputProcessor:
     def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
         """The grammar of structured outputs, known to compile.
 
-        Grammars are cached here because checking one costs the request 0.6 ms to 140 ms, by its size. Their compiled
-        form for the model's vocabulary, which costs 0.7 ms to 250 ms, is cached by the engine, in another process.
+        What has been checked is remembered: a check costs 0.6 ms to 140 ms by the size, in a server in a process that
+        can be killed. Repeated for each request it takes a sixth more CPU with a small schema, and three times the
+        latency with 50 tools (a tiny model, 16 clients). The compiled form, which cannot leave the engine's process
+        and costs 0.4 ms to 250 ms per choice, is cached there.
 
         Raises:
             RequestError: it cannot be compiled, or not with this tokenizer.
