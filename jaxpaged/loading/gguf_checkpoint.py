@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.loading.gguf import GgufFile
+from jaxpaged.loading.gguf_split import SplitGguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,20 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.")
 # released models share these.
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+# Metadata that changes what a model computes, and the values of each that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,), "attention.sliding_window": (0,), "attention.causal": (True,), "attention.scale": (),
+    "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1),
+    "embedding_scale": (0, 1), "rope.scaling.alpha": (0, 1), "use_parallel_residual": (False,),
+}
 
 
 class GgufCheckpoint:
-    """A GGUF file read as a checkpoint.
+    """A GGUF file, or all parts of a split one, read as a checkpoint.
 
     Attributes:
-        path: the file.
+        path: the file, or one of the parts.
         config: the keys that config.json would have.
         generation_config: empty; GGUF has no such file.
 
@@ -70,11 +77,8 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = GgufFile(path)
+        self._file = SplitGguf(path)
         self._metadata = self._file.metadata
-        if self._metadata.get("split.count", 1) not in (0, 1):  # joining the parts leaves 0
-            raise UnsupportedModelError(f"{path} is one part of a split GGUF; join the parts first: "
-                                        "llama-gguf-split --merge FIRST_PART OUTPUT")
         self._name = self._metadata.get("general.architecture")
         if not isinstance(self._name, str) or self._name not in _FAMILIES:
             raise UnsupportedModelError(f"{path}: GGUF architecture {_brief(self._name)} is not supported; "
@@ -144,6 +148,11 @@ class GgufCheckpoint:
             raise UnsupportedModelError(f"{self.path}: rotary embedding of a part of each head is not supported")
         if self._metadata.get(f"{self._name}.expert_count"):
             raise UnsupportedModelError(f"{self.path}: mixture-of-experts GGUF files are not supported")
+        for key, neutral in _NEUTRAL.items():
+            value = self._metadata.get(f"{self._name}.{key}")
+            if value is not None and value not in neutral:
+                raise UnsupportedModelError(f"{self.path}: metadata {self._name}.{key} is {_brief(value)}, which "
+                                            "changes what the model computes and is not supported")
         config: dict[str, Any] = {
             "architectures": [self._family.architecture],
             "model_type": self._family.model_type,
@@ -175,12 +184,35 @@ class GgufCheckpoint:
         # A factor without a type means linear, as in llama.cpp.
         kind = self._metadata.get(f"{self._name}.rope.scaling.type", "linear")
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0))
-        if kind == "none" or factor == 1:
-            return None
-        scaling = {"rope_type": kind, "factor": factor}
-        if kind != "linear":
-            scaling["original_max_position_embeddings"] = self._count("rope.scaling.original_context_length")
-        return scaling
+        if kind == "yarn" and factor != 1:
+            return self._yarn_scaling(factor)
+        magnitude = self._number("rope.scaling.attn_factor", 1.0)
+        if magnitude != 1:
+            raise UnsupportedModelError(f"{self.path}: metadata {self._name}.rope.scaling.attn_factor is {magnitude}, "
+                                        "which is supported for YaRN only")
+        return None if kind == "none" or factor == 1 else {"rope_type": kind, "factor": factor}
+
+    def _yarn_scaling(self, factor: float) -> dict[str, Any]:
+        """YaRN's numbers. Three make the factor on cosine and sine: the converted checkpoint's own, or the multiplier
+        of the logarithm, which is DeepSeek's mscale_all_dim; and one that llama.cpp multiplies with either."""
+        extrapolation = self._metadata.get(f"{self._name}.rope.scaling.yarn_ext_factor", 1.0)
+        if extrapolation not in (1, -1):  # -1: not set
+            raise UnsupportedModelError(f"{self.path}: metadata {self._name}.rope.scaling.yarn_ext_factor must be 1, "
+                                        f"not {_brief(extrapolation)}")
+
+        def magnitude(scale: float) -> float:
+            return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+        multiplier = self._number("rope.scaling.yarn_log_multiplier", 0.0, least=0.0)
+        own = self._number("rope.scaling.yarn_attn_factor", magnitude(1) / magnitude(multiplier))
+        return {
+            "rope_type": "yarn", "factor": factor,
+            "original_max_position_embeddings": self._count("rope.scaling.original_context_length",
+                                                            self._count("context_length")),
+            "beta_fast": self._number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": self._number("rope.scaling.yarn_beta_slow", 1.0),
+            "attention_factor": own * self._number("rope.scaling.attn_factor", 1.0),
+        }
 
     def _llama3_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
         if self._file.tensors[_ROPE_FACTORS].shape != (head_dim // 2,):
@@ -221,9 +253,10 @@ class GgufCheckpoint:
                                   f"not {_brief(value)}")
         return value
 
-    def _number(self, key: str, default: float) -> float:
+    def _number(self, key: str, default: float, least: float | None = None) -> float:
+        """A positive number, or one of at least `least`."""
         value = self._metadata.get(f"{self._name}.{key}", default)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or (value <= 0 and value != least):
             raise CheckpointError(f"{self.path}: metadata {self._name}.{key} must be a positive number, "
                                   f"not {_brief(value)}")
         return float(value)

@@ -1,55 +1,27 @@
 """Building a tokenizer from a GGUF file's metadata: tokens, merges or scores, token types, name of the pre-tokenizer.
 
 A GGUF file has no tokenizer.json, only what llama.cpp needs. What follows from the name of the pre-tokenizer alone
-(regular expression, normalizer, whether merges may be skipped) is in a table here. An unknown name is an error, since
-a wrong split gives ids that the model was never trained on.
+is in a table. An unknown name is an error, since a wrong split gives ids that the model was never trained on.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from jaxpaged.core.errors import CheckpointError
+from jaxpaged.text.gguf_end_tokens import end_tokens
+from jaxpaged.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, unnamed_pre_tokenizer
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORD_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORD_TAIL
-_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORD_TAIL
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-           r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_log = logging.getLogger(__name__)
 
 # Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 # What transformers and the file call the special tokens.
 _KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Pre:
-    """How text is split before merging; without `split` by GPT-2's expression."""
-
-    split: str | None = None
-    single_digits: bool = False
-    nfc: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
-
-
-_GPT2 = _Pre()
-_DIGITS = _Pre(single_digits=True)
-_LLAMA_BPE = _Pre(_LLAMA3, ignore_merges=True, add_bos=True)
-_PRE_TOKENIZERS = {
-    "gpt-2": _GPT2,
-    "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "codeshell": _DIGITS,
-    "llama-bpe": _LLAMA_BPE, "llama3": _LLAMA_BPE, "llama-v3": _LLAMA_BPE,
-    "qwen2": _Pre(_QWEN2, nfc=True),
-    "deepseek-r1-qwen": _Pre(_QWEN2),
-    "tekken": _Pre(_TEKKEN, ignore_merges=True, add_bos=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +32,7 @@ class GgufTokenizer:
         backend: the tokenizer, post-processor included.
         special_tokens: bos_token, eos_token, unk_token, pad_token: texts of the ones that the file names.
         chat_template: Jinja source, if the file has one.
-        end_ids: ids of eos, end of turn and end of message.
+        end_ids: ids of eos, end of turn and end of message, and of tokens known as such; see `end_tokens`.
     """
 
     backend: Tokenizer
@@ -111,26 +83,30 @@ class _Builder:
         self._add_post_processor(backend, special, add_bos)
 
         template = self._metadata.get("tokenizer.chat_template")
-        ends = [ids["eos_token"], self._special_id("eot", None), self._special_id("eom", None)]
-        return GgufTokenizer(backend, special, template if isinstance(template, str) else None,
-                             frozenset(number for number in ends if number is not None))
+        template = template if isinstance(template, str) else None
+        named = [ids["eos_token"], self._special_id("eot", None), self._special_id("eom", None)]
+        ends = end_tokens(self._vocabulary(), self._control(set(special.values())), template)
+        return GgufTokenizer(backend, special, template, ends | {number for number in named if number is not None})
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:
-        name = self._get("pre", str)
-        pre = _PRE_TOKENIZERS.get(name or "")
-        if pre is None:
-            what = f"the pre-tokenizer {name!r}" if name else "no pre-tokenizer"
-            self._fail(f"names {what}; known are {', '.join(_PRE_TOKENIZERS)}")
+        pre = self._pre_tokenizer()
         backend = Tokenizer(models.BPE(self._vocabulary(), self._merges(), ignore_merges=pre.ignore_merges))
         if pre.nfc:
             backend.normalizer = normalizers.NFC()
-        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.single_digits else []
-        if pre.split is not None:
-            steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        backend.pre_tokenizer = pre.build()
         backend.decoder = decoders.ByteLevel()
         return backend, pre.add_bos
+
+    def _pre_tokenizer(self) -> PreTokenizer:
+        name = self._get("pre", str)
+        if name:
+            if name not in PRE_TOKENIZERS:
+                self._fail(f"names the pre-tokenizer {name!r}; known are {', '.join(PRE_TOKENIZERS)}")
+            return PRE_TOKENIZERS[name]
+        why, found = unnamed_pre_tokenizer(self._metadata.get("general.architecture"), set(self._tokens))
+        _log.warning("%s names no pre-tokenizer; it is chosen by %s (a newer conversion of the model names it)",
+                     self._path, why)
+        return found
 
     def _sentencepiece(self, unk_token: str | None) -> tuple[Tokenizer, bool]:
         if "tokenizer.ggml.merges" in self._metadata:
@@ -149,14 +125,18 @@ class _Builder:
 
     def _add_tokens(self, backend: Tokenizer, special: set[str]) -> None:
         """Match control and user-defined tokens whole in text; only the former count as special."""
-        control, plain = [], []
+        control, plain = self._control(special), []
         for token, kind in zip(self._tokens, self._types, strict=True):
-            if kind in (_UNKNOWN, _CONTROL) or token in special:
-                control.append(AddedToken(token, normalized=False, special=True))
-            elif kind == _USER_DEFINED:
+            if kind == _USER_DEFINED and token not in control:
                 plain.append(AddedToken(token, normalized=False, special=False))
-        backend.add_special_tokens(control)
+        backend.add_special_tokens([AddedToken(token, normalized=False, special=True)
+                                    for token in self._tokens if token in control])
         backend.add_tokens(plain)
+
+    def _control(self, special: set[str]) -> frozenset[str]:
+        """The tokens that are no text."""
+        return frozenset(token for token, kind in zip(self._tokens, self._types, strict=True)
+                         if kind in (_UNKNOWN, _CONTROL) or token in special)
 
     def _add_post_processor(self, backend: Tokenizer, special: dict[str, str], add_bos: bool) -> None:
         wanted = {"bos_token": self._get("add_bos_token", bool), "eos_token": self._get("add_eos_token", bool)}

@@ -283,10 +283,10 @@ def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer
 
 
 def _load_gguf(path: Path) -> Tokenizer:
-    from jaxpaged.loading.gguf import GgufFile
+    from jaxpaged.loading.gguf_split import read_metadata
     from jaxpaged.text.gguf_tokenizer import read_gguf_tokenizer
 
-    found = read_gguf_tokenizer(GgufFile(path).metadata, path)
+    found = read_gguf_tokenizer(read_metadata(path), path)
     with _QuietImport():
         from transformers import PreTrainedTokenizerFast
     hf = PreTrainedTokenizerFast(tokenizer_object=found.backend, chat_template=found.chat_template,

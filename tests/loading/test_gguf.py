@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -391,19 +392,116 @@ def test_llama3_factors_become_its_scaling(factor: float, theta: float, head_dim
     ({"llama.rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     ({"llama.rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
     ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
-    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
-      "llama.rope.scaling.original_context_length": 32},
-     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}),
 ])
 def test_rope_scaling(metadata: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", CONFIG, random_weights(CONFIG), metadata=metadata)
     assert open_checkpoint(path).config["rope_scaling"] == expected
 
 
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+LENGTH = {"llama.rope.scaling.original_context_length": 32}
+FAST_SLOW = {"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_beta_slow": 2.0}
+
+
+@pytest.mark.parametrize(("metadata", "checkpoint", "times"), [
+    (LENGTH, {"original_max_position_embeddings": 32}, 1.0),
+    ({}, {}, 1.0),
+    (LENGTH | FAST_SLOW, {"original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 2.0}, 1.0),
+    (LENGTH | {"llama.rope.scaling.yarn_attn_factor": 1.5},
+     {"original_max_position_embeddings": 32, "attention_factor": 1.5}, 1.0),
+    (LENGTH | {"llama.rope.scaling.yarn_log_multiplier": 0.5},
+     {"original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5}, 1.0),
+    (LENGTH | {"llama.rope.scaling.yarn_log_multiplier": 0.0}, {"original_max_position_embeddings": 32}, 1.0),
+    (LENGTH | {"llama.rope.scaling.attn_factor": 1.25}, {"original_max_position_embeddings": 32}, 1.25),
+    (LENGTH | {"llama.rope.scaling.yarn_ext_factor": 1.0}, {"original_max_position_embeddings": 32}, 1.0),
+])
+def test_yarns_numbers_are_those_of_the_converted_checkpoint(
+    metadata: dict[str, Any], checkpoint: dict[str, Any], times: float, tmp_path: Path,
+) -> None:
+    """The file's rotary rule, against transformers' angles for the checkpoint it was converted from."""
+    pytest.importorskip("torch", reason="the reference, transformers, needs torch")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from jaxpaged.models.registry import find_family
+    from jaxpaged.models.rotary import rotary_angles
+
+    config = CONFIG | {"head_dim": 64}
+    reference = LlamaConfig(**{key: config[key] for key in ("hidden_size", "num_attention_heads", "head_dim",
+                                                            "max_position_embeddings", "rope_theta")},
+                            rope_scaling={"rope_type": "yarn", "factor": 4.0, **checkpoint})
+    frequency, magnitude = ROPE_INIT_FUNCTIONS["yarn"](reference, "cpu")
+    path = write_gguf(tmp_path / "a.gguf", config, random_weights(config), metadata=YARN | metadata)
+    found = open_checkpoint(path).config
+    rope = find_family(found).config_from_hf(found).attention[0].rope
+    assert rope is not None
+    position = np.array([1, 5, 31, 32, 100])
+    cos, sin = rotary_angles(jnp.asarray(position), 64, rope)
+    angle = position[:, None] * frequency.double().numpy()
+    np.testing.assert_allclose(cos, np.cos(angle) * magnitude * times, atol=2e-5)
+    np.testing.assert_allclose(sin, np.sin(angle) * magnitude * times, atol=2e-5)
+
+
+# Split files
+
+
+def write_split(folder: Path, weights: dict[str, np.ndarray], parts: int) -> list[Path]:
+    """What the gguf package writes as several files."""
+    whole = write_gguf(folder / "whole.gguf", CONFIG, weights)
+    reader = gguf.GGUFReader(whole)
+    count = -(-len(reader.tensors) // parts)
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama", split_max_tensors=count)
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    finish(writer)
+    whole.unlink()
+    return sorted(folder.glob("model-*.gguf"))
+
+
+@pytest.mark.parametrize("named", [0, 1, 2])
+def test_a_split_model_reads_like_a_whole_one(named: int, tmp_path: Path) -> None:
+    """Whichever of its parts is named."""
+    weights = random_weights(CONFIG)
+    files = write_split(tmp_path, weights, 3)
+    assert len(files) == 3
+    checkpoint = open_checkpoint(files[named])
+    assert checkpoint.names() == set(weights)
+    assert {key: checkpoint.config[key] for key in ("hidden_size", "vocab_size")} == {
+        key: CONFIG[key] for key in ("hidden_size", "vocab_size")}
+    for name, tensor in weights.items():
+        np.testing.assert_array_equal(checkpoint.read_tensor(name), tensor)
+        part = (slice(0, len(tensor) // 2), *(slice(0, size) for size in tensor.shape[1:]))
+        np.testing.assert_array_equal(checkpoint.read_tensor(name, part=part), tensor[part])
+
+
+def test_split_models_that_are_not_whole(tmp_path: Path) -> None:
+    files = write_split(tmp_path, random_weights(CONFIG), 3)
+    content = [file.read_bytes() for file in files]
+    renamed = tmp_path / "part.gguf"
+    renamed.write_bytes(content[0])
+    with pytest.raises(CheckpointError, match="one of 3 parts of a model; give them the names"):
+        open_checkpoint(renamed)
+    files[1].write_bytes(content[2])
+    with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf is not part 2 of 3"):
+        open_checkpoint(files[0])
+    files[1].unlink()
+    with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf does not exist; the model has 3 parts"):
+        open_checkpoint(files[2])
+
+
 @pytest.mark.parametrize(("metadata", "error", "message"), [
     ({"general.architecture": "mamba"}, UnsupportedModelError, r"'mamba' is not supported; supported are llama"),
     ({"llama.expert_count": 8}, UnsupportedModelError, "mixture-of-experts"),
-    ({"split.count": 2}, UnsupportedModelError, "llama-gguf-split --merge"),
+    ({"split.count": 2}, CheckpointError, "llama-gguf-split --merge"),
+    ({"split.count": 2**31}, CheckpointError, "no possible number of parts"),
+    ({"llama.rope.scaling.attn_factor": 1.2}, UnsupportedModelError, "attn_factor is 1.2"),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.yarn_ext_factor": 0.5},
+     UnsupportedModelError, "yarn_ext_factor must be 1, not 0.5"),
+    ({"llama.logit_scale": 0.5}, UnsupportedModelError, "logit_scale is 0.5, which changes what the model computes"),
+    ({"llama.attention.sliding_window": 64}, UnsupportedModelError, "sliding_window is 64"),
     ({"llama.attention.value_length": 8}, UnsupportedModelError, "different length"),
     ({"llama.rope.dimension_count": 8}, UnsupportedModelError, "a part of each head"),
     ({"llama.block_count": 3}, CheckpointError, "says 3 layers, the weights hold 2"),

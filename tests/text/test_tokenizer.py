@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from jaxpaged.core.errors import CheckpointError, ConfigError, RequestError
+from jaxpaged.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from jaxpaged.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.live_server import write_tiny_model
-from tests.support.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
+from tests.support.tiny_tokenizers import CONTROL, byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = (
@@ -61,6 +62,14 @@ def reference_with_digits(reference: Any) -> Any:
     return hf
 
 
+def add_control(metadata: dict[str, Any], *tokens: str) -> list[int]:
+    """Add control tokens; returns their ids."""
+    first = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += tokens
+    metadata["tokenizer.ggml.token_type"] += [CONTROL] * len(tokens)
+    return list(range(first, first + len(tokens)))
+
+
 def without_digits(text: str) -> str:
     return "".join(char for char in text if not char.isnumeric())
 
@@ -93,7 +102,7 @@ def test_special_tokens_equal_transformers(smollm2: Tokenizer, reference: Any) -
     assert smollm2.hf.special_tokens_map == reference.special_tokens_map
     assert smollm2.hf.chat_template == reference.chat_template
     assert smollm2.vocab_size == len(reference) == 49152
-    assert smollm2.eos_token_ids == {2}
+    assert smollm2.eos_token_ids == {0, 2, 4}  # of a document, of a turn, and the <reponame> of the next file
     assert [number for number in range(49152) if smollm2.is_special(number)] == list(range(17))
 
 
@@ -184,12 +193,62 @@ def test_a_class_without_rules_of_its_own_is_that_of_transformers(tmp_path: Path
     ("llama-bpe", ["It", "'s", " ", "202", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
     ("qwen2", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
     ("tekken", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
+    ("default", ["It", "'", "s", " ", "202", "4", " in", " ", " ABCß", "'", "LL", ",", "\n\n\n", " ok", "!!?)", "\n"]),
+    ("falcon", ["It", "'", "s", " ", "202", "4", " in", " ", " ABCß", "'", "LL", ",", "\n\n\n", " ok", "!!?)", "\n"]),
+    ("deepseek-v3", ["It", "'s", " ", "202", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
+    ("deepseek-coder", ["It", "'", "s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'", "LL", ",", "\n", "\n", "\n",
+                        " ok", "!!?)", "\n"]),
+    ("bloom", ["It's", " 2024", " in", " ", " ABCß'LL", ",\n\n\n", " ok", "!!?)\n"]),
+    ("viking", ["It's", " ", "2", "0", "2", "4", " in", " ", " ABCß'LL", ",\n\n\n", " ok", "!!?)\n"]),
+    ("seed-coder", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'LL", ",", "\n\n\n", " ok", "!!?)",
+                    "\n"]),
+    ("bailingmoe", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
+    ("superbpe", ["It's ", "2", "024", " in  ABCß'LL,\n\n\n ok!!?)\n"]),
+    ("tiny_aya", ["It's", " ", "2", "024", " in", " ", " ABCß'LL", ",\n\n\n", " ok", "!!?)\n"]),
+    ("minicpm5", ["It", "'s", " ", "202", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
 ])
 def test_pre_tokenizers_cut_as_their_models_were_trained(pre: str, words: list[str]) -> None:
     text = "It's 2024 in  ABCß'LL,\n\n\n ok!!?)\n"
     splitter = wrap(byte_level_metadata(pre)).backend.pre_tokenizer
     assert splitter is not None
     assert [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_pre_tokenizers_lose_nothing_and_equal_transformers(name: str) -> None:
+    """By transformers' own table, where it has the name."""
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    reference = mapping.GGUF_PRE_TOKENIZER_SPLITS.get(name)
+    ours = PRE_TOKENIZERS[name].build()
+    for text in (*TEXTS, *DIGITS):
+        cuts = [offsets for _, offsets in ours.pre_tokenize_str(text)]
+        assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])]
+        assert not cuts or cuts[-1][1] == len(text)
+        if reference is not None:
+            theirs = pre_tokenizers.Split(Regex(reference), behavior="isolated").pre_tokenize_str(text)
+            assert cuts == [offsets for _, offsets in theirs]
+
+
+@pytest.mark.parametrize(("more", "like"), [
+    ({"general.architecture": "qwen2"}, "qwen2"), ({"general.architecture": "qwen3"}, "qwen2"),
+    ({"general.architecture": "llama"}, "default"), ({}, "default")])
+def test_a_file_without_a_pre_tokenizer(more: dict[str, Any], like: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Files from before pre-tokenizers were named; a line in the log says what was chosen."""
+    metadata = byte_level_metadata(like)
+    expected = wrap(metadata)
+    del metadata["tokenizer.ggml.pre"]
+    found = wrap(metadata | more)
+    for text in (*TEXTS, *DIGITS):
+        assert found.encode(text) == expected.encode(text)
+    assert "names no pre-tokenizer; it is chosen by" in caplog.text
+
+
+def test_llama_3_without_a_pre_tokenizer_is_known_by_its_tokens() -> None:
+    metadata = byte_level_metadata("llama-bpe")
+    add_control(metadata, "<|begin_of_text|>", "<|eot_id|>")
+    expected = wrap(metadata)
+    del metadata["tokenizer.ggml.pre"]
+    assert wrap(metadata).encode("In 12345 days") == expected.encode("In 12345 days")
 
 
 def test_qwen2_composes_characters() -> None:
@@ -237,8 +296,7 @@ def test_merges_in_the_file_win_over_scores() -> None:
     ({"tokenizer.ggml.model": None}, "no tokenizer"),
     ({"tokenizer.ggml.model": "t5"}, "kind 't5'"),
     ({"tokenizer.ggml.model": 3}, "wrong type"),
-    ({"tokenizer.ggml.pre": "bloom"}, "pre-tokenizer 'bloom'"),
-    ({"tokenizer.ggml.pre": None}, "no pre-tokenizer"),
+    ({"tokenizer.ggml.pre": "unheard-of"}, "pre-tokenizer 'unheard-of'"),
     ({"tokenizer.ggml.tokens": None}, "tokens"),
     ({"tokenizer.ggml.tokens": [1, 2]}, "tokens"),
     ({"tokenizer.ggml.token_type": [1]}, "token types"),
@@ -317,6 +375,38 @@ def test_the_files_switches_are_honoured() -> None:
 def test_ends_of_turn_and_message_are_ends() -> None:
     found = wrap(byte_level_metadata("gpt-2", **{"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 6}))
     assert found.eos_token_ids >= {5, 6} and len(found.eos_token_ids) == 3
+
+
+@pytest.mark.parametrize(("tokens", "ends"), [
+    # Qwen2.5: the file names <|im_end|> or <|endoftext|>, by whether it is for chats.
+    (["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_call>"],
+     {"<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}),
+    (["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"],
+     {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}),
+    (["<start_of_turn>", "<end_of_turn>", "<eos>"], {"<end_of_turn>", "<eos>"}),
+    (["<|start|>", "<|return|>", "<|call|>", "<|message|>"], {"<|return|>", "<|call|>"}),
+])
+def test_ends_are_found_by_their_texts(tokens: list[str], ends: set[str]) -> None:
+    """The list is llama.cpp's. With <|return|> and <|call|>, <|end|> only divides an answer."""
+    metadata = byte_level_metadata("qwen2")
+    ids = dict(zip(tokens, add_control(metadata, *tokens), strict=True))
+    named = metadata["tokenizer.ggml.tokens"].index("h")
+    metadata["tokenizer.ggml.eos_token_id"] = named
+    known = metadata["tokenizer.ggml.tokens"].index("<|end|>")
+    inside = set() if "<|return|>" in tokens else {known}
+    assert wrap(metadata).eos_token_ids == {ids[token] for token in ends} | {named} | inside
+
+
+@pytest.mark.parametrize("template", [
+    "{{ message['content'] }}<|done|>\n", "{{ '<|turn|>' + message['content'] | trim + '<|done|>' + '\\n' }}",
+    "{{ message.content }}{{ '<|done|>' }}", "{{ content }}\n<|done|>"])
+def test_an_end_is_what_the_template_writes_after_a_message(template: str) -> None:
+    metadata = byte_level_metadata("gpt-2")
+    turn, done = add_control(metadata, "<|turn|>", "<|done|>")
+    before = wrap(metadata).eos_token_ids
+    assert not before & {turn, done}
+    metadata["tokenizer.chat_template"] = f"{{% for message in messages %}}<|turn|>{template}{{% endfor %}}"
+    assert wrap(metadata).eos_token_ids == before | {done}
 
 
 # Special-token text inside messages
