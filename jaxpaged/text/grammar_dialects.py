@@ -3,6 +3,7 @@
 import re
 
 from jaxpaged.core.errors import NotSupportedError, RequestError
+from jaxpaged.text.regex_constructs import translate_regex
 
 _PARAM = "structured_outputs"
 _GBNF = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
@@ -17,6 +18,7 @@ _STATEMENTS = ("%import", "%ignore", "%llguidance")
 _IMPORT = re.compile(r"^\s*%import\s+(?!common\b)(\S+)", re.MULTILINE)
 # The order in which rules and terminals are tried has no meaning where all ways to read a text count.
 _PRIORITY = re.compile(r"^(\s*[?!_]*[A-Za-z]\w*)\.-?\d+(\s*:)", re.MULTILINE)
+_INVALID_REGEX = re.compile(r'invalid regex "(.*)" \(in ')
 _ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): ([^\n]*)")
 
 
@@ -42,6 +44,10 @@ def explain_grammar_error(error: str) -> str:
     """The compiler's complaint about a grammar as an error for a client."""
     found = _ERROR.match(error)
     where, what = (f" at line {found[1]}, column {found[2]}", found[3]) if found else ("", error.split("\n", 1)[0])
+    if regex := _INVALID_REGEX.match(what):
+        _, construct = translate_regex(regex[1])
+        what = f"the regular expression /{regex[1][:60]}/ " + (
+            f"has {construct}, which is not supported" if construct else "is invalid or not supported")
     return f"the grammar cannot be compiled{where}: {what[:120]}"
 
 

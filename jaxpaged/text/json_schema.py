@@ -21,6 +21,7 @@ from jaxpaged.text.schema_refs import Document, Located, RefError
 
 _MAX_COUNT = 2**24  # more characters or items than any text has
 _MAX_PLACE_CHARS = 80
+_MAX_STEPS = 8  # references followed from one to the next
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -175,7 +176,7 @@ class _Translator:
     def _keyword(self, schema: _Schema, key: str, value: Any) -> None:
         out = schema.out
         if key in _REFERENCES:
-            self._reference(schema, key, value)
+            self._reference(schema, key)
         elif key == "type":
             out[key] = self._type(schema, value)
         elif key in ("const", "enum"):
@@ -223,11 +224,8 @@ class _Translator:
             raise schema_error(key, schema.place, "must be a list of schemas")
         return [self._child(schema, key, index) for index in range(len(value))]
 
-    def _reference(self, schema: _Schema, key: str, value: Any) -> None:
-        try:
-            target = schema.scope.document.resolve(value, schema.found.base, dynamic=key != "$ref")
-        except RefError as error:
-            raise schema_error(key, schema.place, str(error)) from None
+    def _reference(self, schema: _Schema, key: str) -> None:
+        target = self._resolve(schema, schema.found, key)
         known = (schema.scope.name, target.place)
         if known not in self._names:
             self._names[known] = str(len(self._names))
@@ -368,7 +366,7 @@ class _Translator:
         return value == {}
 
     def _property_names(self, schema: _Schema) -> bool:
-        names, node, out = self._child(schema, "propertyNames"), schema.node, schema.out
+        names, node, out = self._names_schema(schema), schema.node, schema.out
         if isinstance(names, bool):
             if not names:
                 out["maxProperties"] = 0
@@ -391,6 +389,21 @@ class _Translator:
             return False
         out["additionalProperties"] = False
         return True
+
+    def _names_schema(self, schema: _Schema) -> Any:
+        """The schema of names, behind a reference that is all there is."""
+        found = schema.found.child("propertyNames")
+        for _ in range(_MAX_STEPS):
+            if not isinstance(found.node, Mapping) or found.node.keys() != {"$ref"}:
+                break
+            found = self._resolve(schema, found, "$ref")
+        return self._translate(found, schema.scope)
+
+    def _resolve(self, schema: _Schema, found: Located, key: str) -> Located:
+        try:
+            return schema.scope.document.resolve(found.node[key], found.base, dynamic=key != "$ref")
+        except RefError as error:
+            raise schema_error(key, schema.place, str(error)) from None
 
     def _finish(self, schema: _Schema) -> None:
         """What depends on several keywords."""

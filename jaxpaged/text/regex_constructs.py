@@ -17,22 +17,20 @@ _PIECES = re.compile(r"""
   | (?P<possessive> (?: [*+?] | \{[0-9]+(?:,[0-9]*)?\} ) \+ )
   | (?P<repeat>    \{[0-9]+(?:,[0-9]*)?\} )
   | (?P<brace>     \{ )
+  | (?P<hyphens>   \[ (?: \\. | [^\]\\] )* -- )
   | (?P<set>       \[\^?\]? )
 """, re.VERBOSE | re.DOTALL)
-_SET_PIECES = re.compile(r"(?P<close>\])|(?P<escape>\\.)|(?P<open>\[(?!:))|(?P<operator>&&|~~|--)", re.DOTALL)
+_SET_PIECES = re.compile(
+    r"(?P<close>\])|(?P<escape>\\.)|(?P<open>\[(?!:))|(?P<operator>&&|~~)", re.DOTALL)
 
 _UNSUPPORTED = {"reference": "a back reference", "boundary": "a word boundary", "control": "a control escape",
                 "ahead": "a look-ahead", "behind": "a look-behind", "atomic": "an atomic group",
-                "condition": "a conditional", "possessive": "a possessive quantifier"}
-
-
-def unsupported_construct(pattern: str) -> str | None:
-    """The first construct of a pattern that no grammar here can say, such as "a look-ahead, (?="; None without one."""
-    return translate_regex(pattern)[1]
+                "condition": "a conditional", "possessive": "a possessive quantifier",
+                "hyphens": "two hyphens in a character class"}
 
 
 def translate_regex(pattern: str) -> tuple[str, str | None]:
-    """A pattern as llguidance reads it, and the first construct in it that llguidance lacks, or None.
+    """A pattern as llguidance reads it, and the first construct that it lacks, such as "a look-ahead, (?=", or None.
 
     Braces, brackets and operators are escaped where only Rust's syntax gives them a meaning.
     """
@@ -43,7 +41,7 @@ def translate_regex(pattern: str) -> tuple[str, str | None]:
         position = found.end()
         kind, text = found.lastgroup, found[0]
         if kind in _UNSUPPORTED:
-            return pattern, f"{_UNSUPPORTED[kind]}, {text}"
+            return pattern, f"{_UNSUPPORTED[kind]}, {text[-12:]}"
         if kind == "set":
             body, position = _translate_set(pattern, position)
             out.append(text + body)
@@ -59,7 +57,7 @@ def _translate_set(pattern: str, position: int) -> tuple[str, int]:
         out.append(pattern[position:found.start()])
         position, text = found.end(), found[0]
         if found.lastgroup == "operator":
-            text = r"\--" if text == "--" else f"{text[0]}\\{text[1]}"
+            text = f"{text[0]}\\{text[1]}"
         elif text in (r"\<", r"\>"):
             text = text[1:]
         out.append(r"\[" if found.lastgroup == "open" else text)

@@ -20,6 +20,7 @@ from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParam
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.structured_output_manager import MAX_COMPILED, StructuredOutputManager
 from jaxpaged.text.structured_outputs import GrammarCompiler
+from tests.support.random_walk import accepts, random_model
 from tests.support.tiny_llama import CONFIG, EOS, Reference, random_prompt, random_weights
 from tests.support.tiny_tokenizers import byte_level_metadata, wrap
 
@@ -148,6 +149,20 @@ def test_vocabularies_of_every_size(size: int) -> None:
     matcher = manager.create_matcher(checked(regex="h+"))
     assert TOKENIZER.encode("h")[0] in allowed(matcher) and max(allowed(matcher)) < TOKENIZER.vocab_size
     manager.close()
+
+
+@pytest.mark.parametrize("wanted", [
+    {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}}}, {"choice": ["h", "hello"]},
+    {"grammar": 'start: "(" start ")" | "x"'}, {"regex": "a+b?"}, {"json": {"type": "integer"}}, {"json_object": True},
+], ids=str)
+def test_a_form_ends_without_an_end_token(wanted: dict[str, Any]) -> None:
+    """Some models and files name none; then a text ends where nothing may follow, or the caller's limit cuts it."""
+    tokenizer = wrap(byte_level_metadata("gpt-2"))
+    tokenizer.eos_token_ids = frozenset()
+    grammar = checked(**wanted)
+    with random_model(tokenizer) as model:
+        for seed in range(4):
+            assert accepts(grammar, model.write(grammar, seed))
 
 
 def test_compiled_grammars_are_cached_up_to_a_bound() -> None:
@@ -289,6 +304,21 @@ def test_with_other_parameters(llm: LLM) -> None:
     assert len({choice.text for choice in several.outputs}) > 1
     assert all(choice.logprobs is not None and len(choice.logprobs) == 6 for choice in several.outputs)
     assert set(penalized.outputs[0].text) == {"a", "b"}
+
+
+def test_parameters_that_leave_no_token_are_an_error(llm: LLM) -> None:
+    """Unless the text is complete, which it may be before the end token that they exclude."""
+    letters = [llm.get_tokenizer().encode(char)[0] for char in "ab"]
+    [six] = llm.get_tokenizer().encode("6")
+    wanted = {"[0-9]{3}": "error", "a{3}": "stop", "a{2}[0-9]": "error", "(ab)+": "length"}
+    params = [SamplingParams(max_tokens=8, temperature=0, allowed_token_ids=letters,
+                             structured_outputs=StructuredOutputsParams(regex=regex)) for regex in wanted]
+    banned = SamplingParams(max_tokens=8, temperature=0, bad_words=["6"],
+                            structured_outputs=StructuredOutputsParams(regex="x?6"))
+    outputs = generate(llm, [[1, 2]] * 6, [*params, banned, FREE])
+    assert [output.outputs[0].finish_reason for output in outputs] == [*wanted.values(), "error", "length"]
+    assert [output.outputs[0].text for output in outputs[1:4]] == ["aaa", "aa", "abababab"]
+    assert six not in outputs[4].outputs[0].token_ids
 
 
 def test_choices_share_their_prompt(llm: LLM, few_blocks: LLM) -> None:
