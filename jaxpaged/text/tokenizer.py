@@ -295,13 +295,55 @@ def _load_gguf(path: Path) -> Tokenizer:
 
 
 def _load_directory(path: Path) -> Tokenizer:
+    found = _load_sentencepiece(path)
+    if found is not None:
+        return found
     try:
-        hf = _tokenizer_class(path).from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        kind = _tokenizer_class(path)
+        hf = kind.from_pretrained(path, trust_remote_code=False, local_files_only=True,
+                                  **_own_config(path) if kind.__name__ == "AutoTokenizer" else {})
     except Exception as error:  # of many kinds, the libraries' own among them
         raise CheckpointError(f"cannot read a tokenizer from {path}: {first_line(error)}") from error
     if not getattr(hf, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json; save one with transformers")
     return Tokenizer(hf)
+
+
+def _load_sentencepiece(path: Path) -> Tokenizer | None:
+    """The tokenizer of a directory with a SentencePiece file alone; None for any other."""
+    from jaxpaged.text.sentencepiece import FILE, build_tokenizer, read_model
+
+    if (path / "tokenizer.json").exists() or not (path / FILE).exists():
+        return None
+    model = read_model(path / FILE)
+    if model is None:
+        return None
+    built = build_tokenizer(path, model)
+    with _QuietImport():
+        from transformers import PreTrainedTokenizerFast
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=built.backend, chat_template=built.chat_template,
+                                             clean_up_tokenization_spaces=False, **built.special_tokens))
+
+
+def _own_config(path: Path) -> dict[str, Any]:
+    """`config` for AutoTokenizer, with what it looks for in config.json: the type of the model.
+
+    Its own reader refuses the whole file for values that the tokenizer has nothing to do with.
+    """
+    try:
+        given = read_json(path / "config.json")
+    except CheckpointError:
+        return {}
+    with _QuietImport():
+        from transformers import AutoConfig
+    try:
+        config = AutoConfig.for_model(given.get("model_type"))
+    except ValueError:
+        return {}  # a type that it does not know
+    if isinstance(given.get("tokenizer_class"), str):
+        config.tokenizer_class = given["tokenizer_class"]
+    config.name_or_path = str(path)
+    return {"config": config}
 
 
 def _tokenizer_class(path: Path) -> Any:

@@ -327,6 +327,23 @@ def test_paths_that_hold_no_tokenizer(tmp_path: Path) -> None:
             load_tokenizer(path)
 
 
+@pytest.mark.parametrize("config", [
+    {"model_type": "qwen2", "attention_bias": None, "hidden_act": 3, "torch_dtype": "auto"},
+    {"model_type": "llama", "attention_bias": None}, {"model_type": "llama", "rms_norm_eps": "small"},
+    {"model_type": "mistral", "num_key_value_heads": None}, {"architectures": ["LlamaForCausalLM"]},
+    {"model_type": "llama", "rope_scaling": {"type": "yarn"}, "quantization_config": 3}], ids=str)
+@pytest.mark.parametrize("files", [{}, {"tokenizer_class": "PreTrainedTokenizerFast"}], ids=["bare", "with class"])
+def test_a_config_that_transformers_refuses_is_no_matter_of_the_tokenizer(
+    config: dict[str, Any], files: dict[str, Any], tmp_path: Path,
+) -> None:
+    BYTE_LEVEL.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"} | files))
+    found = load_tokenizer(tmp_path)
+    assert found.encode("hello 123") == BYTE_LEVEL.encode("hello 123")
+    assert found.eos_token_ids == BYTE_LEVEL.eos_token_ids
+
+
 def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(
         {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}))
