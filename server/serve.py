@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.core.limits import LIMITS
-from jaxpaged.frontend.front import Front, load_text_files
+from jaxpaged.core.tool_formats import PLAIN_CALLS, TOOL_CALL_FORMATS
+from jaxpaged.frontend.front import Front, TextFiles, load_text_files
 from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.server.args import Arguments, ServerConfig
@@ -117,26 +119,40 @@ class _Server:
         self._client = EngineClient(local, timeout=self._config.engine_timeout, on_death=self._on_engine_death,
                                     on_stall=self._on_engine_stall)
         # The web framework is slow to import, so the engine process starts first.
-        from jaxpaged.server.routes.api import TOKENIZE_THREADS, Api
+        from jaxpaged.server.routes.api import Api
 
-        files, info = await asyncio.gather(asyncio.to_thread(load_text_files, local), self._client.ready())
+        files, info = await asyncio.gather(asyncio.to_thread(self._load_text_files, local), self._client.ready())
         info = dataclasses.replace(info, model=config.model)
         logger.info("%s", info.summary())
 
         names = self._config.served_model_name or (config.model,)
         self._grammars = GrammarProcesses(timeout=self._config.structured_outputs_timeout)
-        front = Front(config, info, files, name=names[0], make_grammar=self._grammars.grammar)
+        front = Front(config, info, files, name=names[0], make_grammar=self._grammars.grammar,
+                      tool_calls=TOOL_CALL_FORMATS.get(self._config.tool_call_parser or "", PLAIN_CALLS))
         self._metrics = front.metrics
         self._client.serve(info, front)
-        tokenizer = front.tokenizer
-        if tokenizer.hf.chat_template:
+        helpers = [processes.fault for processes in (self._templates, self._grammars) if processes is not None]
+        self._api = Api(self._config, self._client, front, names=names, info=info, embeddings=config.enable_embeddings,
+                        helper_faults=helpers)
+
+    def _load_text_files(self, config: EngineConfig) -> TextFiles:
+        """Read the tokenizer and see what its chat template takes, while the engine loads."""
+        from jaxpaged.server.routes.api import TOKENIZE_THREADS
+
+        files = load_text_files(config)
+        tokenizer = files.tokenizer
+        if tokenizer is not None and tokenizer.hf.chat_template:
             self._templates = TemplateProcesses(tokenizer.own_chat_template(), count=TOKENIZE_THREADS,
                                                 timeout=self._config.chat_template_timeout,
                                                 memory=LIMITS.max_template_bytes)
             tokenizer.render_chat_template = self._templates.render
-        helpers = [processes.fault for processes in (self._templates, self._grammars) if processes is not None]
-        self._api = Api(self._config, self._client, front, names=names, info=info, embeddings=config.enable_embeddings,
-                        helper_faults=helpers)
+            tokenizer.template_traits = self._templates.find_traits()
+            for name, traits in (tokenizer.template_traits or {}).items():
+                if lacks := traits.describe():
+                    logger.info("chat template%s: %s", "" if name == "default" else f" {name}", lacks)
+            if tokenizer.template_traits is None:
+                logger.warning("the chat template cannot be tried out: chats may fail")
+        return files
 
     async def _serve(self) -> None:
         from jaxpaged.server.app import make_app

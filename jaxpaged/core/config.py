@@ -52,6 +52,9 @@ class EngineConfig:
     load_format: str = _flag("auto", "format of the weights", choices=("auto", "safetensors", "gguf"), group="model")
     seed: int | None = _flag(None, "seed of requests that set none", group="model")
     chat_template: str | None = _flag(None, "file with a chat template, or the template itself", group="model")
+    chat_template_content_format: str = _flag(
+        "auto", "form in which the chat template reads content: a string, or a list of parts as OpenAI's API has it; "
+        "auto: found out at start", choices=("auto", "string", "openai"), group="model")
     reasoning_parser: str | None = _flag(
         None, "how the model marks its reasoning, which precedes structured output and which chats return apart: in "
         "<think> tags, for models that always reason (deepseek_r1) or that open the tag themselves (qwen3), or in "

@@ -11,6 +11,7 @@ from jaxpaged.core.errors import RequestError
 from jaxpaged.core.messages import EngineInfo, EngineOutputs, Grammar
 from jaxpaged.core.reasoning import REASONING_FORMATS
 from jaxpaged.core.sampling_params import StructuredOutputsParams
+from jaxpaged.core.tool_formats import PLAIN_CALLS, ToolCallFormat
 from jaxpaged.frontend.input_processor import InputProcessor, ProcessedRequest, default_sampling_params
 from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.frontend.output_processor import OutputProcessor, ProcessedOutputs
@@ -56,7 +57,8 @@ def load_text_files(config: EngineConfig, *, in_memory: bool = False) -> TextFil
     """
     if in_memory and not config.tokenizer:
         return TextFiles()
-    tokenizer = load_tokenizer(resolve_tokenizer(config), chat_template=config.chat_template)
+    tokenizer = load_tokenizer(resolve_tokenizer(config), chat_template=config.chat_template,
+                               content_format=config.chat_template_content_format)
     if in_memory or config.generation_config != "auto":
         return TextFiles(tokenizer)
     path = resolve_model(config.model, config.revision, config.download_dir)
@@ -70,6 +72,7 @@ class Front:
 
     Args:
         name: of the model in the metrics; None for the engine's.
+        tool_calls: how the model writes tool calls.
         make_grammar: compiles structured outputs; None to do it in this process.
 
     Attributes:
@@ -79,6 +82,7 @@ class Front:
     """
 
     def __init__(self, config: EngineConfig, info: EngineInfo, files: TextFiles, *, name: str | None = None,
+                 tool_calls: ToolCallFormat = PLAIN_CALLS,
                  make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
         self._tokenizer = files.tokenizer
         self.default_params = files.default_params
@@ -87,7 +91,8 @@ class Front:
             self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             max_n=config.max_n, max_logprobs=config.max_logprobs, eos_token_ids=eos,
             default_params=files.default_params, takes_priorities=config.scheduling_policy == "priority",
-            reasoning=REASONING_FORMATS.get(config.reasoning_parser or ""), make_grammar=make_grammar)
+            reasoning=REASONING_FORMATS.get(config.reasoning_parser or ""), tool_calls=tool_calls,
+            make_grammar=make_grammar)
         self.metrics = Metrics(name or info.model, info, kv_cache_dtype=config.kv_cache_dtype,
                                prefix_caching=config.enable_prefix_caching)
         self._outputs = OutputProcessor(self._tokenizer)

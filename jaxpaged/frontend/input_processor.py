@@ -19,12 +19,14 @@ from jaxpaged.core.sampling_params import (
     StructuredOutputsParams,
     num_beam_candidates,
 )
+from jaxpaged.core.tool_formats import PLAIN_CALLS, ToolCallFormat
 from jaxpaged.frontend.context_window import ContextWindow
 from jaxpaged.frontend.output_processor import sequence_ids
 from jaxpaged.text.answer_grammar import answer_grammar
 from jaxpaged.text.bounded_cache import BoundedCache
 from jaxpaged.text.conversation import normalize_messages
 from jaxpaged.text.structured_outputs import GrammarCompiler
+from jaxpaged.text.template_traits import content_text
 from jaxpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class InputProcessor:
         takes_priorities: whether the scheduling policy uses priorities; if not, any but 0 is refused.
         limits: what else a request may hold.
         reasoning: how the model marks its reasoning; None for one that does not reason.
+        tool_calls: how it writes tool calls, for chat templates that do not show them.
         make_grammar: compiles structured outputs; None to do it in this process.
     """
 
@@ -92,6 +95,7 @@ class InputProcessor:
                  max_n: int = 128, max_logprobs: int = 20, eos_token_ids: Iterable[int] = (),
                  default_params: Mapping[str, Any] | None = None, takes_priorities: bool = False,
                  limits: Limits = LIMITS, reasoning: ReasoningFormat | None = None,
+                 tool_calls: ToolCallFormat = PLAIN_CALLS,
                  make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -101,7 +105,7 @@ class InputProcessor:
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._takes_priorities = takes_priorities
-        self._reasoning = reasoning
+        self._reasoning, self._tool_calls = reasoning, tool_calls
         self._context = ContextWindow(max_model_len, tokenizer.max_token_chars if tokenizer is not None else None)
         self._grammars: BoundedCache[bytes, Grammar] = BoundedCache(MAX_GRAMMARS, MAX_GRAMMARS_BYTES)
         self._dropped: set[str] = set()
@@ -210,15 +214,15 @@ class InputProcessor:
             check_at_most("messages", "messages", len(messages), self._limits.max_messages)
         normal = normalize_messages(messages)
         tokenizer = self._needed_tokenizer("messages")
-        self._context.check_text(sum(len(message["content"]) for message in normal), "messages")
+        self._context.check_text(sum(len(content_text(message["content"])) for message in normal), "messages")
         rendered, ids = tokenizer.encode_chat(
             normal, tools=tools or None, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
-            add_special_tokens=add_special_tokens, wants_turn=self.reasons,
+            add_special_tokens=add_special_tokens, wants_turn=self.reasons, calls=self._tool_calls,
             check=lambda text: self._context.check_text(len(text), "messages"))
         if not may_be_long:
             self._context.check_prompt(len(ids), "messages")
-        words = normal[-1]["content"] if continue_final_message else ""
+        words = content_text(normal[-1]["content"]) if continue_final_message else ""
         start = self._reasoning.start_of_answer(rendered.turn, words=words) if self._reasoning else None
         return ChatPrompt(rendered.text, ids, start)
 

@@ -7,6 +7,8 @@ import datetime
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from hashlib import sha256
 from itertools import takewhile
 from typing import Any
 
@@ -19,6 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from jaxpaged.core.errors import RequestError
+from jaxpaged.core.tool_formats import PLAIN_CALLS, ToolCallFormat
+from jaxpaged.text.template_messages import MarkedChat, adapt
+from jaxpaged.text.template_traits import ContentFormat, TemplateTraits, content_text, find_traits
 
 # Names that the server passes to a template, or that transformers reserves; a request must not set them.
 RESERVED = frozenset({"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -26,6 +31,8 @@ RESERVED = frozenset({"messages", "conversation", "tools", "documents", "chat_te
                       "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs", "self"})
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 _MAX_REASON_CHARS = 200
+_MAX_FORMS = 256
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,9 @@ class TemplateJob:
         tools: in OpenAI's form; None for none.
         variables: further variables of the template.
         wants_turn: tell what of the text belongs to the turn of the answer.
+        traits: of each of the templates: messages are brought into the form that it reads, and one that leaves out
+            something is an error. None to render them as they are, whatever becomes of them.
+        calls: how the model writes tool calls, for a template that does not show them.
     """
 
     messages: list[dict[str, Any]]
@@ -45,6 +55,8 @@ class TemplateJob:
     continue_final_message: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
     wants_turn: bool = False
+    traits: Mapping[str, TemplateTraits] | None = None
+    calls: ToolCallFormat = PLAIN_CALLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +82,48 @@ class ChatTemplate:
     Args:
         source: Jinja, or several templates by name: with tools `tool_use` is taken where there is one, else `default`.
         special_tokens: variables of the template such as bos_token.
+        content_format: whether the template reads content as a string or as a list of parts; auto to find out.
     """
 
-    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+    def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, Any],
+                 content_format: ContentFormat = "auto") -> None:
         self._sources = dict(source) if isinstance(source, Mapping) else {"default": source}
         self._special_tokens = {name: str(token) for name, token in special_tokens.items() if isinstance(token, str)}
         self._environment = _environment()
         self._compiled: dict[str, Template] = {}
+        self._content_format = content_format
+        self._shown_forms: set[str] = set()  # forms of conversations of which the template shows everything
 
     @property
-    def parts(self) -> tuple[dict[str, str], dict[str, str]]:
+    def parts(self) -> tuple[dict[str, str], dict[str, str], ContentFormat]:
         """The arguments that make the same template in another process."""
-        return self._sources, self._special_tokens
+        return self._sources, self._special_tokens, self._content_format
+
+    @cached_property
+    def traits(self) -> dict[str, TemplateTraits]:
+        """What the templates read and show, found by rendering a few messages."""
+        return {name: find_traits(partial(self._probe, name), self._content_format)
+                for name in (DEFAULT, TOOL_USE) if name in self._sources}
+
+    def _probe(self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+        try:
+            return self._render(name, TemplateJob(messages, tools))
+        except Exception:  # templates are code
+            return None
 
     def render(self, job: TemplateJob) -> RenderedChat:
         """The text of the prompt, and of the answer's turn in it.
 
         Raises:
-            RequestError: the template refuses these messages or fails on them.
+            RequestError: the template refuses these messages, fails on them, or leaves out a part of them.
         """
+        name = TOOL_USE if job.tools and TOOL_USE in self._sources else DEFAULT
+        if job.traits is not None and name in job.traits:
+            messages, tools = adapt(job.messages, job.tools, job.traits[name], job.calls)
+            job = replace(job, messages=messages, tools=tools)
         try:
-            text = self._render(job)
-            start = _num_common(text, self._earlier_turns(job, text)) if job.wants_turn else len(text)
+            text = self._render(name, job)
+            start = _num_common(text, self._earlier_turns(name, job, text)) if job.wants_turn else len(text)
         except TemplateError as error:
             reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
@@ -100,27 +132,52 @@ class ChatTemplate:
             # Templates are code: a failure is the messages' fault or theirs, never the server's.
             raise RequestError(f"the chat template cannot render these messages ({type(error).__name__})",
                                param="messages") from error
+        if job.traits is not None:
+            self._check_shown(name, job, text)
         if job.continue_final_message:
-            text = _cut_open(text, job.messages[-1]["content"])
+            text = _cut_open(text, content_text(job.messages[-1]["content"]))
         return RenderedChat(text, text[start:])
 
-    def _earlier_turns(self, job: TemplateJob, text: str) -> str:
+    def _earlier_turns(self, name: str, job: TemplateJob, text: str) -> str:
         """The text of all turns but the answer's."""
         earlier = job.messages[:-1] if job.continue_final_message else job.messages
         try:
-            return self._render(replace(job, messages=earlier, add_generation_prompt=False,
-                                        continue_final_message=False)) if earlier else ""
+            return self._render(name, replace(job, messages=earlier, add_generation_prompt=False,
+                                              continue_final_message=False)) if earlier else ""
         except Exception:  # some templates take no conversation that ends here
-            before, words, _ = text.rpartition(job.messages[-1]["content"])
+            before, words, _ = text.rpartition(content_text(job.messages[-1]["content"]))
             return before if job.continue_final_message else before + words
 
-    def _render(self, job: TemplateJob) -> str:
-        name = "tool_use" if job.tools and "tool_use" in self._sources else "default"
+    def _check_shown(self, name: str, job: TemplateJob, text: str) -> None:
+        """Refuse a conversation of which the template leaves out a part.
+
+        Judged by another conversation of the same form, in which every text is a mark of its own: a word of the user
+        may also be one of the template's.
+        """
+        marked = MarkedChat(job.messages, job.tools, last=not job.continue_final_message)
+        form = sha256(f"{name}{marked.form}{job.add_generation_prompt}{job.variables}".encode(
+            errors="surrogatepass")).hexdigest()
+        if form in self._shown_forms:
+            return
+        try:
+            shown = self._render(name, replace(job, messages=marked.messages, tools=marked.tools,
+                                               continue_final_message=False))
+        except Exception:  # it takes the user's messages all the same
+            return
+        missing = marked.missing(shown, text)
+        if missing is not None:
+            raise RequestError(f"the chat template leaves out {missing}; leave it out, or start with another "
+                               "--chat-template", param=missing.partition("[")[0])
+        if len(self._shown_forms) >= _MAX_FORMS:
+            self._shown_forms.clear()
+        self._shown_forms.add(form)
+
+    def _render(self, name: str, job: TemplateJob) -> str:
         if name not in self._sources:
             raise TemplateError(f"the model has templates for {', '.join(sorted(self._sources))} and no default one")
         messages = [_with_reasoning(message) for message in job.messages]
         if job.continue_final_message:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _OPEN_END}
+            messages[-1] = {**messages[-1], "content": _with_open_end(messages[-1]["content"])}
         if name not in self._compiled:
             self._compiled[name] = self._environment.from_string(self._sources[name])
         return self._compiled[name].render({
@@ -139,6 +196,12 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Templates of some families read an earlier turn's reasoning under another name."""
     reasoning = message.get("reasoning_content")
     return message if reasoning is None else {**message, "reasoning": reasoning, "thinking": reasoning}
+
+
+def _with_open_end(content: Any) -> Any:
+    if isinstance(content, list) and content:
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _OPEN_END}]
+    return (content or "") + _OPEN_END
 
 
 def _cut_open(text: str, last: str) -> str:

@@ -17,9 +17,9 @@ _FUNCTION_FIELDS = {"name", "arguments"}
 def normalize_messages(messages: object) -> list[dict[str, Any]]:
     """Check a conversation in OpenAI's form and bring it into the one that chat templates read.
 
-    Content becomes one string: text parts are joined by a newline, an assistant's missing content is empty. Role
-    `developer`, the newer name of `system`, becomes `system`. The arguments of tool calls become objects. `name`,
-    `tool_call_id` and `reasoning_content` (also spelled `reasoning`) are kept, any other field is dropped.
+    Content is a string or a list of text parts; an assistant's missing content is an empty string. Role `developer`,
+    the newer name of `system`, becomes `system`. The arguments of tool calls become objects. `name`, `tool_call_id` and
+    `reasoning_content` (also spelled `reasoning`) are kept, any other field is dropped.
 
     Raises:
         RequestError: anything but text in one of the known roles; names the message.
@@ -59,7 +59,7 @@ def _normalize_message(where: str, message: object) -> dict[str, Any]:
     if content is None and role == "assistant":
         content = ""
     normal: dict[str, Any] = {"role": "system" if role == "developer" else role,
-                              "content": _join_content(f"{where}.content", content)}
+                              "content": _check_content(f"{where}.content", content)}
     for key in ("name", "tool_call_id", "reasoning_content"):
         value = message.get(key, message.get("reasoning") if key == "reasoning_content" else None)
         if value is not None:
@@ -75,12 +75,12 @@ def _normalize_message(where: str, message: object) -> dict[str, Any]:
     return normal
 
 
-def _join_content(where: str, content: object) -> str:
+def _check_content(where: str, content: object) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         raise _bad(f"{where} must be a string or a list of text parts")
-    return "\n".join(_part_text(f"{where}[{index}]", part) for index, part in enumerate(content))
+    return [{"type": "text", "text": _part_text(f"{where}[{index}]", part)} for index, part in enumerate(content)]
 
 
 def _part_text(where: str, part: object) -> str:

@@ -31,13 +31,13 @@ class GgufTokenizer:
     Attributes:
         backend: the tokenizer, post-processor included.
         special_tokens: bos_token, eos_token, unk_token, pad_token: texts of the ones that the file names.
-        chat_template: Jinja source, if the file has one.
+        chat_template: Jinja source, if the file has one; by name, if it has several.
         end_ids: ids of eos, end of turn and end of message, and of tokens known as such; see `end_tokens`.
     """
 
     backend: Tokenizer
     special_tokens: dict[str, str]
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
     end_ids: frozenset[int]
 
 
@@ -82,11 +82,21 @@ class _Builder:
         self._add_tokens(backend, set(special.values()))
         self._add_post_processor(backend, special, add_bos)
 
-        template = self._metadata.get("tokenizer.chat_template")
-        template = template if isinstance(template, str) else None
+        templates = self._chat_templates()
+        default = templates.get("default") if isinstance(templates, dict) else templates
         named = [ids["eos_token"], self._special_id("eot", None), self._special_id("eom", None)]
-        ends = end_tokens(self._vocabulary(), self._control(set(special.values())), template)
-        return GgufTokenizer(backend, special, template, ends | {number for number in named if number is not None})
+        ends = end_tokens(self._vocabulary(), self._control(set(special.values())), default)
+        return GgufTokenizer(backend, special, templates, ends | {number for number in named if number is not None})
+
+    def _chat_templates(self) -> str | dict[str, str] | None:
+        """The default template alone, or by name where the file has others: `tokenizer.chat_template.NAME`."""
+        key = "tokenizer.chat_template"
+        found = {name.removeprefix(f"{key}."): source for name, source in self._metadata.items()
+                 if name.startswith(f"{key}.") and isinstance(source, str)}
+        default = self._metadata.get(key)
+        if isinstance(default, str):
+            found["default"] = default
+        return found if found.keys() - {"default"} else found.get("default")
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:
         pre = self._pre_tokenizer()

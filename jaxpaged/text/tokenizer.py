@@ -4,7 +4,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +14,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxpaged.core.errors import CheckpointError, ConfigError, RequestError, first_line
+from jaxpaged.core.tool_formats import PLAIN_CALLS, ToolCallFormat
 from jaxpaged.loading.json_files import read_json
 from jaxpaged.text.chat_template import RESERVED, ChatTemplate, RenderedChat, Renderer, TemplateJob
 from jaxpaged.text.placeholders import Placeholders, any_of
+from jaxpaged.text.template_traits import ContentFormat, TemplateTraits
 from jaxpaged.text.token_bytes import find_byte_rule, find_max_token_chars
 
 # Texts and ids of this length or more go through the library's batch calls, which release the GIL. Shorter ones do
@@ -35,10 +37,12 @@ class Tokenizer:
         byte_rule: how tokens become bytes, None for a decoder of another kind.
         max_token_chars: maximum characters of text that one token decodes to; None where there is no bound.
         render_chat_template: renders in place of `own_chat_template`, for a server that can cut a template off.
+        template_traits: what the templates read and show, found out by that server; None to find out here.
     """
 
-    def __init__(self, hf: Any, eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(self, hf: Any, eos_token_ids: Iterable[int] = (), *, content_format: ContentFormat = "auto") -> None:
         self.hf = hf
+        self._content_format = content_format
         self.backend: Backend = hf.backend_tokenizer
         # Some tokenizer.json files carry the settings of their training, which would shorten a prompt silently.
         self.backend.no_truncation()
@@ -53,6 +57,7 @@ class Tokenizer:
         self.byte_rule = find_byte_rule(self.backend)
         self.max_token_chars = find_max_token_chars(self.backend, self.byte_rule, added.values())
         self.render_chat_template: Renderer | None = None
+        self.template_traits: Mapping[str, TemplateTraits] | None = None
         self._template: tuple[Any, ChatTemplate] | None = None
         self._bytes: dict[int, bytes] = {}
         self._starting_with: dict[str, tuple[int, ...]] = {}
@@ -126,7 +131,7 @@ class Tokenizer:
     def encode_chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = True, continue_final_message: bool = False,
                     chat_template_kwargs: dict[str, Any] | None = None, add_special_tokens: bool = False,
-                    wants_turn: bool = False,
+                    wants_turn: bool = False, calls: ToolCallFormat = PLAIN_CALLS,
                     check: Callable[[str], None] | None = None) -> tuple[RenderedChat, list[int]]:
         """Apply the chat template and encode its text.
 
@@ -141,13 +146,14 @@ class Tokenizer:
             chat_template_kwargs: further variables of the template.
             add_special_tokens: add what the tokenizer adds to a text, where the template has not written it.
             wants_turn: tell what of the text belongs to the turn of the answer.
+            calls: how the model writes tool calls, for a template that does not show them.
             check: called with the rendered text before it is tokenized; may raise.
 
         Returns:
             The prompt's text and its ids.
 
         Raises:
-            RequestError: no template, one that refuses these messages, or bad arguments.
+            RequestError: no template, one that refuses these messages or leaves out a part of them, or bad arguments.
         """
         if not self.hf.chat_template:
             raise RequestError("the model has no chat template; use completions, or start with --chat-template",
@@ -156,10 +162,12 @@ class Tokenizer:
             raise RequestError("continue_final_message needs add_generation_prompt to be false",
                                param="continue_final_message")
         variables = self._check_template_kwargs(chat_template_kwargs)
+        traits = self.template_traits if self.render_chat_template else self.own_chat_template().traits
         try:
             placeholders = Placeholders(self._special_pattern, (messages, tools, variables))
             job = TemplateJob(placeholders.hide(messages), placeholders.hide(tools), add_generation_prompt,
-                              continue_final_message, placeholders.hide(variables), wants_turn)
+                              continue_final_message, placeholders.hide(variables), wants_turn,
+                              traits, calls)
         except RecursionError:
             raise RequestError("the messages are nested too deeply", param="messages") from None
         render = self.render_chat_template or self.own_chat_template().render
@@ -179,7 +187,8 @@ class Tokenizer:
         source = self.hf.chat_template
         template = self._template
         if template is None or template[0] != source:  # users may set another one on `hf`
-            template = self._template = (source, ChatTemplate(source, self.hf.special_tokens_map))
+            template = self._template = (source, ChatTemplate(
+                source, self.hf.special_tokens_map, self._content_format))
         return template[1]
 
     def _check_template_kwargs(self, given: dict[str, Any] | None) -> dict[str, Any]:
@@ -259,12 +268,13 @@ class Tokenizer:
         return b"" if token is None else self.byte_rule.bytes_of(token)
 
 
-def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(path: Path, *, chat_template: str | None = None, content_format: str = "auto") -> Tokenizer:
     """Read a tokenizer.
 
     Args:
         path: a directory in Hugging Face layout, or a .gguf file.
         chat_template: a file with a template, or a template itself, in place of the model's.
+        content_format: auto, string or openai: the form in which the template reads content.
 
     Raises:
         CheckpointError: no readable tokenizer there.
@@ -272,9 +282,9 @@ def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer
     """
     template = None if chat_template is None else _read_template(chat_template)
     if path.suffix == ".gguf":
-        tokenizer = _load_gguf(path)
+        tokenizer = _load_gguf(path, content_format)
     elif path.is_dir():
-        tokenizer = _load_directory(path)
+        tokenizer = _load_directory(path, content_format)
     else:
         raise CheckpointError(f"no tokenizer at {path}: neither a directory nor a .gguf file")
     if template is not None:
@@ -282,7 +292,7 @@ def load_tokenizer(path: Path, *, chat_template: str | None = None) -> Tokenizer
     return tokenizer
 
 
-def _load_gguf(path: Path) -> Tokenizer:
+def _load_gguf(path: Path, content_format: Any) -> Tokenizer:
     from jaxpaged.loading.gguf_split import read_metadata
     from jaxpaged.text.gguf_tokenizer import read_gguf_tokenizer
 
@@ -291,11 +301,11 @@ def _load_gguf(path: Path) -> Tokenizer:
         from transformers import PreTrainedTokenizerFast
     hf = PreTrainedTokenizerFast(tokenizer_object=found.backend, chat_template=found.chat_template,
                                  clean_up_tokenization_spaces=False, **found.special_tokens)
-    return Tokenizer(hf, found.end_ids)
+    return Tokenizer(hf, found.end_ids, content_format=content_format)
 
 
-def _load_directory(path: Path) -> Tokenizer:
-    found = _load_sentencepiece(path)
+def _load_directory(path: Path, content_format: Any) -> Tokenizer:
+    found = _load_sentencepiece(path, content_format)
     if found is not None:
         return found
     try:
@@ -306,10 +316,10 @@ def _load_directory(path: Path) -> Tokenizer:
         raise CheckpointError(f"cannot read a tokenizer from {path}: {first_line(error)}") from error
     if not getattr(hf, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json; save one with transformers")
-    return Tokenizer(hf)
+    return Tokenizer(hf, content_format=content_format)
 
 
-def _load_sentencepiece(path: Path) -> Tokenizer | None:
+def _load_sentencepiece(path: Path, content_format: Any) -> Tokenizer | None:
     """The tokenizer of a directory with a SentencePiece file alone; None for any other."""
     from jaxpaged.text.sentencepiece import FILE, build_tokenizer, read_model
 
@@ -321,8 +331,9 @@ def _load_sentencepiece(path: Path) -> Tokenizer | None:
     built = build_tokenizer(path, model)
     with _QuietImport():
         from transformers import PreTrainedTokenizerFast
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=built.backend, chat_template=built.chat_template,
-                                             clean_up_tokenization_spaces=False, **built.special_tokens))
+    hf = PreTrainedTokenizerFast(tokenizer_object=built.backend, chat_template=built.chat_template,
+                                 clean_up_tokenization_spaces=False, **built.special_tokens)
+    return Tokenizer(hf, content_format=content_format)
 
 
 def _own_config(path: Path) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Chat templates in separate processes: they are code from model files, and clients choose what it loops over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from jaxpaged.core.errors import RequestError
+from jaxpaged.core.errors import RequestError, UnavailableError
 from jaxpaged.server.sandbox.bounded_process import BoundedProcesses, CutOffError
 from jaxpaged.text.chat_template import ChatTemplate, RenderedChat, TemplateJob
+from jaxpaged.text.template_traits import TemplateTraits
 
 
 class TemplateProcesses:
@@ -42,10 +44,23 @@ class TemplateProcesses:
         """Why no conversation can be rendered at the moment."""
         return self._processes.fault()
 
+    def find_traits(self) -> Mapping[str, TemplateTraits] | None:
+        """What the templates read and show; None where they exceed their time or memory, or no process starts."""
+        try:
+            found: Mapping[str, TemplateTraits] = self._processes.run_job(None)
+        except (CutOffError, UnavailableError):
+            return None
+        return found
+
     def close(self) -> None:
         """Kill the processes."""
         self._processes.close()
 
 
-def _begin(sources: dict[str, str], special_tokens: dict[str, str]) -> Callable[[TemplateJob], RenderedChat]:
-    return ChatTemplate(sources, special_tokens).render
+def _begin(*parts: Any) -> Callable[[TemplateJob | None], Any]:
+    template = ChatTemplate(*parts)
+
+    def run_job(job: TemplateJob | None) -> Any:
+        return template.traits if job is None else template.render(job)
+
+    return run_job

@@ -25,7 +25,8 @@ def test_good_messages() -> None:
     ]
     found = normalize_messages(messages)
     assert found == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo", "name": "Bo"},
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": [
+            {"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "Bo"},
         {"role": "assistant", "content": "", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}},
             {"id": "2", "type": "function", "function": {"name": "g", "arguments": {}}},
@@ -84,4 +85,6 @@ def test_any_json_gives_messages_or_a_request_error(messages: Any) -> None:
         found = normalize_messages(messages)
     except RequestError:
         return
-    assert all(isinstance(message["content"], str) for message in found)
+    for message in found:
+        parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+        assert all(isinstance(part["text"], str) for part in parts)

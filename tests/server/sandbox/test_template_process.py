@@ -10,6 +10,7 @@ import pytest
 from jaxpaged.core.errors import RequestError
 from jaxpaged.server.sandbox.template_process import TemplateProcesses
 from jaxpaged.text.chat_template import ChatTemplate, TemplateJob
+from tests.support.chat_templates import GEMMA
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +57,21 @@ def test_processes_that_died_are_replaced(processes: TemplateProcesses) -> None:
             child.kill()
             child.wait()
     assert ask(processes, "a") == ask(processes, "a") == "a"
+
+
+def test_a_template_that_cannot_be_tried_out() -> None:
+    endless = ChatTemplate("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
+    found = TemplateProcesses(endless, timeout=0.2, memory=2**30, count=1)
+    try:
+        assert found.find_traits() is None
+    finally:
+        found.close()
+
+
+def test_traits_are_those_found_in_this_process() -> None:
+    template = ChatTemplate(GEMMA, {"bos_token": "<s>"})
+    found = TemplateProcesses(template, timeout=10, memory=2**30, count=1)
+    try:
+        assert found.find_traits() == template.traits
+    finally:
+        found.close()
