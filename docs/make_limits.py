@@ -13,7 +13,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxpaged.core.compatibility import OLD_FLAGS, UNSUPPORTED_CONFIG  # noqa: E402
+from jaxpaged.core.compatibility import (  # noqa: E402
+    BEAM_SEARCH_IGNORES,
+    IGNORED_FIELDS,
+    OLD_FLAGS,
+    PARAMS_WITHOUT_EFFECT,
+    UNSUPPORTED_CONFIG,
+)
 from jaxpaged.core.config import EngineConfig  # noqa: E402
 from jaxpaged.core.flags import GROUPS, flag_of  # noqa: E402
 from jaxpaged.core.limits import LIMITS  # noqa: E402
@@ -75,6 +81,12 @@ def lines() -> Iterator[str]:
     yield from ("| flag | why |", "|---|---|")
     for name, (_, why) in OLD_FLAGS.items():
         yield f"| `{name}` | {why} |"
+    yield from ("", "## Request fields without effect", "", "Each is accepted, for the clients that send it.", "")
+    yield from ("| field | why |", "|---|---|")
+    for name, why in PARAMS_WITHOUT_EFFECT.items():
+        yield f"| `{name}` | {why} |"
+    yield f"| `{'`, `'.join(BEAM_SEARCH_IGNORES)}` | with `use_beam_search`, which does not sample |"
+    yield f"| `{'`, `'.join(sorted(IGNORED_FIELDS))}` | they describe the caller or the server, not the text |"
 
 
 def main() -> int:

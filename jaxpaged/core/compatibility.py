@@ -28,3 +28,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "prediction": (), "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (),
     "adapter_id": (), "guided_whitespace_pattern": (),
 }
+# Sampling parameter -> why it changes nothing here.
+PARAMS_WITHOUT_EFFECT = {"spaces_between_special_tokens": "the decoders put no spaces there"}
+# Sampling parameters that a beam search ignores, because it does not sample.
+BEAM_SEARCH_IGNORES = ("temperature", "top_p", "top_k", "min_p", "seed")

@@ -2,6 +2,7 @@
 
 import enum
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
@@ -13,6 +14,7 @@ MAX_N = 2**14
 MAX_LENGTH_PENALTY = 10
 MAX_MAX_TOKENS = 2**63 - 1  # beyond any context; keeps numbers of thousands of digits out of error texts
 MAX_SEED = 2**64 - 1
+_MAX_FLOAT = sys.float_info.max
 # Array sizes of the sampling programs, for each row of the batch.
 MAX_BEAM_CANDIDATES = 32  # continuations of each beam
 MAX_LOGIT_BIAS = 1024
@@ -132,9 +134,9 @@ class SamplingParams:
         detokenize: False leaves `text` empty and excludes stop strings.
         use_beam_search: the n best of `best_of` beams (n if not given) instead of samples; temperature and the like
             are ignored.
-        length_penalty: a beam's score is divided by its length to this power.
+        length_penalty: a beam's score is divided by its length to this power; only with use_beam_search.
         early_stopping: True ends a search at its first `best_of` results, False once no running beam can improve on
-            them at its present length, "never" once none can at any length.
+            them at its present length, "never" once none can at any length; only with use_beam_search.
         expected_output_tokens: expected length of the output; orders requests under `--scheduling-policy predicted`.
         structured_outputs: constrains the text, which ends when nothing more may follow.
         output_kind: what each output of a running request holds.
@@ -205,6 +207,9 @@ class SamplingParams:
         _check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise RequestError('early_stopping must be true, false or "never"', param="early_stopping")
+        for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+            if getattr(self, name) != neutral and self.use_beam_search is False:
+                raise RequestError(f"{name} needs use_beam_search; leave it out", param=name)
         if self.expected_output_tokens is not None:
             _check_int("expected_output_tokens", self.expected_output_tokens, 1, None)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
@@ -215,6 +220,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
             raise _bad_structure("structured_outputs must be a StructuredOutputsParams")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError("output_kind must be a RequestOutputKind", param="output_kind")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
 
@@ -266,10 +273,10 @@ def _check_int(name: str, value: object, low: int, high: int | None, param: str 
 
 def _check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False,
                   param: str | None = None) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if good:
         assert isinstance(value, (int, float))
-        good = (value > low if low_open else value >= low) and value <= high
+        good = (value > low if low_open else value >= low) and value <= min(high, _MAX_FLOAT)
     if not good:
         minimum = f"greater than {low}" if low_open else f"at least {low}"
         raise RequestError(f"{name} must be a number {minimum}" + (f" and at most {high}" if high < math.inf else ""),

@@ -7,7 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxpaged.core.compatibility import IGNORED_FIELDS, OLD_STRUCTURED_FIELDS, UNSUPPORTED_FIELDS
-from jaxpaged.core.errors import RequestError
+from jaxpaged.core.errors import NotSupportedError, RequestError
 from jaxpaged.core.limits import LIMITS, Limits
 from jaxpaged.text.conversation import unknown_message_fields
 
@@ -73,8 +73,17 @@ class BodyReader:
         if old and not self._warned:
             self._warned = True
             logger.warning("%s is an old name: use structured_outputs", old[0])
+        _refuse_unsupported(request)
         request.check(self._limits)
         return request
+
+
+def _refuse_unsupported(request: Body) -> None:
+    for name, value in (request.model_extra or {}).items():
+        neutral = UNSUPPORTED_FIELDS.get(name)
+        if neutral is not None and value is not None and not any(
+                type(value) is type(item) and value == item for item in neutral):
+            raise NotSupportedError(f"{name} is not supported here; leave it out", param=name)
 
 
 def _unknown_fields(model: BaseModel, prefix: str = "") -> list[str]:

@@ -1,15 +1,16 @@
 """Bodies of POST /v1/completions and /v1/chat/completions, and their sampling parameters."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from jaxpaged.core.compatibility import UNSUPPORTED_FIELDS
-from jaxpaged.core.errors import NotSupportedError, RequestError
+from jaxpaged.core.errors import RequestError
 from jaxpaged.core.limits import Limits, check_at_most
 from jaxpaged.core.sampling_params import (
+    MAX_MAX_TOKENS,
     MAX_SEED,
     RequestOutputKind,
     SamplingParams,
@@ -87,11 +88,6 @@ class _RequestBody(Body):
         Raises:
             RequestError: names the field.
         """
-        for name, value in (self.model_extra or {}).items():
-            neutral = UNSUPPORTED_FIELDS.get(name)
-            if neutral is not None and value is not None and not any(
-                    type(value) is type(item) and value == item for item in neutral):
-                raise NotSupportedError(f"{name} is not supported here; leave it out", param=name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -124,6 +120,17 @@ class _RequestBody(Body):
         if self.stream and params.num_sequences > params.n:
             raise RequestError("best_of above n needs stream to be false", param="best_of")
         return params
+
+    @contextlib.contextmanager
+    def naming_fields(self) -> Iterator[None]:
+        """Let the errors of the block name the fields of this body."""
+        yield
+
+    @property
+    def prompt_options(self) -> dict[str, Any]:
+        """What `InputProcessor.process` takes of this request besides the prompt and the sampling parameters."""
+        return {"priority": self.priority or 0, "cache_salt": self.cache_salt,
+                "truncate_prompt_tokens": self.truncate_prompt_tokens}
 
     @property
     def num_logprobs(self) -> int | None:
@@ -195,14 +202,23 @@ class ChatCompletionRequest(_RequestBody):
         """
         super().check(limits)
         if self.max_completion_tokens is not None:
-            if self.max_completion_tokens < 1:
-                raise RequestError("max_completion_tokens must be an integer of at least 1",
+            if not 1 <= self.max_completion_tokens <= MAX_MAX_TOKENS:
+                raise RequestError(f"max_completion_tokens must be an integer from 1 to {MAX_MAX_TOKENS}",
                                    param="max_completion_tokens")
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+
+    @contextlib.contextmanager
+    def naming_fields(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            if error.param == "max_tokens" and self.max_completion_tokens is not None:
+                raise error.with_param("max_completion_tokens") from None
+            raise
 
     @property
     def num_logprobs(self) -> int | None:
@@ -229,6 +245,24 @@ class ChatCompletionRequest(_RequestBody):
         if (marks_are_special or (use.parse is not None and use.schema is None)) and self.skip_special_tokens is None:
             params = replace(params, skip_special_tokens=False)
         return params
+
+
+def split_prompts(value: object, param: str = "prompt") -> list[object]:
+    """The prompts of a request, each a text or a list of token ids.
+
+    Raises:
+        RequestError: they are neither.
+    """
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if isinstance(value[0], int):
+            return [value]
+        for kind in (str, list):
+            if all(isinstance(item, kind) for item in value):
+                return value
+    raise RequestError(f"{param} must be a string, a list of token ids, a list of strings or a list of such lists, and "
+                       "not empty", param=param)
 
 
 def template_options(body: Any) -> dict[str, Any]:

@@ -31,7 +31,12 @@ from jaxpaged.server.protocol.error_answers import BodyTimeoutError, to_json
 from jaxpaged.server.protocol.incoming_bodies import IncomingBodies
 from jaxpaged.server.protocol.logprob_shapes import LogprobShape
 from jaxpaged.server.protocol.reasoning_tokens import ReasoningTokens
-from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest, template_options
+from jaxpaged.server.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    split_prompts,
+    template_options,
+)
 from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect
 from jaxpaged.server.protocol.structure import structured_outputs_field
 from jaxpaged.server.routes.echo import Echo
@@ -151,11 +156,9 @@ class Api:
 
         def prepare(request_id: str, prompt: object) -> ProcessedRequest:
             return self._inputs.process(request_id, prompt, params, add_special_tokens=add_special,
-                                        priority=body.priority or 0, cache_salt=body.cache_salt,
-                                        truncate_prompt_tokens=body.truncate_prompt_tokens,
-                                        lower_max_tokens=body.max_tokens is None)
+                                        lower_max_tokens=body.max_tokens is None, **body.prompt_options)
 
-        return await self._answer(request, body, params, _prompts(body.prompt), prepare)
+        return await self._answer(request, body, params, split_prompts(body.prompt), prepare)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -168,11 +171,10 @@ class Api:
         params = body.chat_sampling_params(self._defaults, use, marks_are_special=self._inputs.marks_are_special)
 
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
-            keep = body.truncate_prompt_tokens
-            prompt = self._inputs.render_chat(messages, tools=use.tools, may_be_long=keep is not None,
-                                              **template_options(body))
-            return self._inputs.process(request_id, prompt, params, priority=body.priority or 0,
-                                        cache_salt=body.cache_salt, truncate_prompt_tokens=keep)
+            prompt = self._inputs.render_chat(messages, tools=use.tools, **template_options(body),
+                                              may_be_long=body.truncate_prompt_tokens is not None)
+            with body.naming_fields():
+                return self._inputs.process(request_id, prompt, params, **body.prompt_options)
 
         form = params.structured_outputs
 
@@ -200,14 +202,17 @@ class Api:
         self._check_model(body.model)
         if not self._embeddings:
             raise NotSupportedError("embeddings need a server started with --enable-embeddings")
-        prompts = _prompts(body.input, "input")
+        prompts = split_prompts(body.input, "input")
 
         def prepare(request_id: str, prompt: object) -> ProcessedRequest:
             try:
                 prepared = self._inputs.process(request_id, prompt, EMBEDDING_PARAMS,
-                                                add_special_tokens=body.add_special_tokens is not False)
+                                                add_special_tokens=body.add_special_tokens is not False,
+                                                truncate_prompt_tokens=body.truncate_prompt_tokens)
             except RequestError as error:
-                raise error.with_param("input") from None
+                if error.param == "prompt":
+                    raise error.with_param("input") from None
+                raise
             return for_embedding(prepared, body.pooling or "last")
 
         stream = self._client.admit(len(prompts))
@@ -327,17 +332,3 @@ def _prepare_all(stream: OutputStream, prepare: Callable[[str, object], Processe
             break
         requests.append(prepare(f"{ordinal}-{index}", prompt))
     return requests
-
-
-def _prompts(value: object, param: str = "prompt") -> list[object]:
-    """The prompts of a request, each a text or a list of token ids."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if isinstance(value[0], int):
-            return [value]
-        for kind in (str, list):
-            if all(isinstance(item, kind) for item in value):
-                return value
-    raise RequestError(f"{param} must be a string, a list of token ids, a list of strings or a list of such lists, and "
-                       "not empty", param=param)

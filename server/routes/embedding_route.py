@@ -27,6 +27,7 @@ class EmbeddingRequest(Body):
     pooling: str | None = Field(None, description="last (the default) or mean")
     normalize: bool | None = Field(None, description="vectors of length 1; default: true")
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, description="use only the last N tokens of each text")
 
     def check(self, limits: Limits) -> None:
         """Refuse values that the fields' types allow.

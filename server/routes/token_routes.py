@@ -48,6 +48,11 @@ class TokenRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if body.prompt is not None:
+            for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+                if getattr(body, name):
+                    raise RequestError(f"{name} needs messages", param=name)
+            if body.add_generation_prompt is False:
+                raise RequestError("add_generation_prompt needs messages", param="add_generation_prompt")
             ids = self._inputs.encode(body.prompt, body.add_special_tokens is not False)
         else:
             ids = self._inputs.render_chat(body.messages, tools=check_tools(body.tools), may_be_long=True,

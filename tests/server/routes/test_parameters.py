@@ -11,9 +11,13 @@ import pytest
 
 from jaxpaged.core.config import DEFAULT_MODEL
 from jaxpaged.loading.hub import resolve_model
+from jaxpaged.server.protocol.body import Body
+from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
+from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest
 from jaxpaged.text.tokenizer import Tokenizer
 from tests.server.test_server import post, read_events, refused
 from tests.support.live_server import LiveServer
+from tests.support.parameter_table import BASE, COMMON, TABLE, Edges
 
 STORY = "Once upon a time"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
@@ -265,6 +269,39 @@ def test_structures_that_cannot_be_are_refused_before_anything_runs(http: httpx.
 
 
 # Extremes
+
+
+# Of these, the server of this file serves only some values that the table has, or long.
+_FIRST_ONLY = {"n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "priority", "tools", "tool_choice"}
+
+
+def _sample(name: str, edges: Edges) -> list[tuple[bool, Any]]:
+    """Of a field's values, the first and last good ones, and bad ones that no server takes."""
+    good = [] if name == "priority" else [*edges.good[:1], *([] if name in _FIRST_ONLY else edges.good[-1:])]
+    bad = [value for value in edges.bad if not isinstance(value, (int, float)) or not 0 <= value < 2**64]
+    return [*((True, value) for value in good), *((False, value) for value in [*bad[:1], *bad[-2:]])]
+
+
+def test_the_edges_of_every_field_over_http(server: LiveServer, http: httpx.Client) -> None:
+    """A sample of the table that tests/server/protocol/test_parameter_edges.py goes through in process."""
+    asked = [(path, kind, name, good, value)
+             for path, kind in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatCompletionRequest),
+                                ("/tokenize", TokenizeRequest), ("/detokenize", DetokenizeRequest))
+             for name, edges in TABLE[kind].items() if kind is CompletionRequest or name not in COMMON
+             for good, value in _sample(name, edges)]
+
+    def ask(path: str, kind: type[Body], name: str, good: bool, value: Any) -> str | None:
+        few = {"max_tokens": 1} if "max_tokens" in kind.model_fields else {}
+        body = {**BASE[kind], **few, **TABLE[kind][name].needs, name: value}
+        answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        if answer.status_code == (200 if good else 400) and (good or answer.json()["error"]["param"] == name):
+            return None
+        return f"{path} {name} {repr(value)[:60]}: {answer.status_code} {answer.text[:200]}"
+
+    with ThreadPoolExecutor(8) as threads:
+        wrong = [line for line in threads.map(lambda item: ask(*item), asked) if line]
+    assert not wrong, "\n".join(wrong)
+    assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-38, 5e-324])
