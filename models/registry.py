@@ -21,13 +21,16 @@ class ModelFamily:
     """A family: how its config is read, how its module is built, and where its weights come from.
 
     Attributes:
-        models: released models of this family, for people.
+        models, sizes, tested: released models of this family, sizes of them that were tried, and how it is tested, for
+            people.
         defaults: what an absent key of config.json means, as in transformers' config class; `architectures` and
             `model_type` among them.
         windows: which layers may have a sliding window, for people; empty: none.
     """
 
     models: str
+    sizes: str
+    tested: str
     defaults: dict[str, Any]
     config_from_hf: Callable[[dict[str, Any]], ModelConfig]
     weights: tuple[WeightRule, ...]
@@ -58,16 +61,21 @@ class _OneKey(nnx.Rngs):
         return jax.random.key(0)
 
 
-_LLAMA = ModelFamily("Llama 2 and 3, SmolLM2", llama.DEFAULTS, llama.config_from_hf, llama.WEIGHTS, llama.IGNORED)
+_TINY = "logits and greedy ids of tiny checkpoints, against transformers in float32"
 
-_MISTRAL = ModelFamily("Mistral 7B, Mistral Nemo", mistral.DEFAULTS, mistral.config_from_hf, mistral.WEIGHTS,
-                       mistral.IGNORED, "every layer")
+_LLAMA = ModelFamily(
+    "Llama 2 and 3, SmolLM2", "135M with its real weights; 8B and 70B planned, and their layers compiled for GPUs",
+    f"{_TINY}; SmolLM2-135M's ids on whole workloads", llama.DEFAULTS, llama.config_from_hf, llama.WEIGHTS,
+    llama.IGNORED)
 
-_QWEN2 = ModelFamily("Qwen2 and Qwen2.5", qwen2.DEFAULTS, qwen2.config_from_hf, qwen2.WEIGHTS, qwen2.IGNORED,
-                     "layers from max_window_layers on")
+_MISTRAL = ModelFamily("Mistral 7B, Mistral Nemo", "tiny ones", _TINY, mistral.DEFAULTS, mistral.config_from_hf,
+                       mistral.WEIGHTS, mistral.IGNORED, "every layer")
 
-_QWEN3 = ModelFamily("Qwen3, dense", qwen3.DEFAULTS, qwen3.config_from_hf, qwen3.WEIGHTS, qwen3.IGNORED,
-                     "layers from max_window_layers on")
+_QWEN2 = ModelFamily("Qwen2 and Qwen2.5", "tiny ones; 72B planned", _TINY, qwen2.DEFAULTS, qwen2.config_from_hf,
+                     qwen2.WEIGHTS, qwen2.IGNORED, "layers from max_window_layers on")
+
+_QWEN3 = ModelFamily("Qwen3, dense", "tiny ones", _TINY, qwen3.DEFAULTS, qwen3.config_from_hf, qwen3.WEIGHTS,
+                     qwen3.IGNORED, "layers from max_window_layers on")
 
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,

@@ -1,4 +1,4 @@
-"""`python -m jaxpaged.models`: the supported architectures of config.json, one per line."""
+"""`python -m jaxpaged.models`: what can be served, by the architecture that config.json names."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,10 +8,35 @@ from jaxpaged.commands.quiet_jax import import_jax
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.models") -> int:
     """Run the command and return its exit code."""
-    argparse.ArgumentParser(prog=prog, description="List the supported architectures, as config.json "
-                                                   "names them.").parse_args(argv)
+    argparse.ArgumentParser(prog=prog, description="Print the supported architectures, as config.json names them, and "
+                            "what of each is supported.").parse_args(argv)
     import_jax()
+    for name, facts in support_matrix().items():
+        print(name)
+        for key, value in facts.items():
+            print(f"  {key:<11}{value}")
+    return 0
+
+
+def support_matrix() -> dict[str, dict[str, str]]:
+    """For each architecture what is supported of it, from the registry and the tables of formats."""
+    from jaxpaged.loading.gguf import TENSOR_TYPES  # slow to import
+    from jaxpaged.loading.gguf_checkpoint import gguf_names
     from jaxpaged.models.registry import FAMILIES
 
-    print(*sorted(FAMILIES), sep="\n")
-    return 0
+    plain = ("F32", "F16", "BF16")
+    quantized = ", ".join(name for name in TENSOR_TYPES if name not in plain)
+    rows = {}
+    for name, family in sorted(FAMILIES.items()):
+        files = gguf_names(name)
+        rows[name] = {
+            "models": family.models,
+            "model_type": family.model_type,
+            "sizes": family.sizes,
+            "formats": "safetensors, PyTorch .bin, Orbax" + (f", GGUF ({', '.join(files)})" if files else ""),
+            "quantized": f"GGUF's {quantized}, widened while they are loaded" if files else "no",
+            "parallel": "tensor",
+            "windows": family.windows or "no",
+            "tested by": family.tested,
+        }
+    return rows

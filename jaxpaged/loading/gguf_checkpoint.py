@@ -48,6 +48,12 @@ _FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", "qwen2", _STEMS),
     "qwen3": _Family("Qwen3ForCausalLM", "qwen3", _STEMS | _HEAD_NORMS),
 }
+
+def gguf_names(architecture: str) -> tuple[str, ...]:
+    """What GGUF files call an architecture of config.json."""
+    return tuple(name for name, family in _FAMILIES.items() if family.architecture == architecture)
+
+
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.")
 # Llama 3.1 and later: the file holds what the scaling does to each frequency, not the numbers it was made from. All
 # released models share these.

@@ -88,6 +88,11 @@ def test_the_page_of_limits_is_up_to_date() -> None:
     assert done.returncode == 0, "run: python docs/make_limits.py"
 
 
+def test_the_page_of_models_is_up_to_date() -> None:
+    done = subprocess.run([sys.executable, "docs/make_models.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "run: python docs/make_models.py"
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = set(Document(ROOT / "README.md").links())
     for found in documents():
