@@ -8,8 +8,9 @@ SHELL := /bin/bash
 PY ?= python3
 PY312 ?= $(firstword $(foreach p,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python),\
 	$(shell $(p) -c 'import sys; sys.version_info[:2] == (3, 12) and print(sys.executable)' 2>/dev/null)))
-# Two processes share the quick tests, a file at a time, in the order of tests/support/rooms.py.
-TWO = -n 2 --dist loadfile
+# Three processes share the quick tests, a file at a time, in the order of tests/support/rooms.py: on two cores, since
+# each waits for a server or a timeout during a fifth of its time.
+SHARED = -n 3 --dist loadfile
 ARGS ?=
 WORKLOAD ?=
 
@@ -37,12 +38,12 @@ serve: .venv/.installed  ## start the server, with a small default model unless 
 test: .venv-test/.installed  ## linter, type checker and the quick tests
 	.venv-test/bin/python -m ruff check
 	.venv-test/bin/python -m mypy
-	.venv-test/bin/python -m pytest -q $(TWO)
+	.venv-test/bin/python -m pytest -q $(SHARED)
 
 .PHONY: test-slow
 test-slow: .venv-test/.installed .venv-test312/.installed  ## the slow tests, and the quick ones on Python 3.12 with the newest JAX
 	.venv-test/bin/python -m pytest -q -m slow
-	.venv-test312/bin/python -m pytest -q $(TWO)
+	.venv-test312/bin/python -m pytest -q $(SHARED)
 
 .PHONY: bench
 bench: .venv-test/.installed  ## offline throughput of the default model (WORKLOAD=FILE for a workload, ARGS for flags)

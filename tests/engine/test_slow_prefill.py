@@ -54,23 +54,6 @@ def test_a_prompt_that_takes_longer_than_any_wait(server: LiveServer) -> None:
     server.wait_idle(5)
 
 
-def test_an_engine_that_is_silent_for_longer(server: LiveServer) -> None:
-    """Nothing comes from it for more than --engine-timeout: new requests are refused, running streams continue."""
-    with server.client(timeout=WAIT) as client:
-        stream = client.completions.create(model="m", prompt=PROMPT[:1000], stream=True, max_tokens=50, temperature=0,
-                                           extra_body={"ignore_eos": True}, stream_options={"include_usage": True})
-        server.engine.send_signal(signal.SIGSTOP)
-        try:
-            server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 10)
-            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
-            assert refused.status_code == 503 and "no progress" in refused.json()["error"]["message"]
-        finally:
-            server.engine.send_signal(signal.SIGCONT)
-        chunks = list(stream)
-    assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].usage
-    assert chunks[-1].usage.completion_tokens == 50
-
-
 def test_a_client_that_gives_up_leaves_nothing(server: LiveServer) -> None:
     server.wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200, 10)
     with pytest.raises(httpx.ReadTimeout):

@@ -1,6 +1,7 @@
 """Logits and greedy ids of small random checkpoints equal those of transformers in float32."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32
     table = jnp.array([np.random.default_rng(0).permutation(width) + 1, [0] * width], jnp.int32)
     pool = jnp.zeros((width + 1, block_size, config.num_kv_heads, config.head_dim), dtype)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiled sooner
     def run(params: Any, ids: jax.Array) -> jax.Array:
         meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table[None], config, block_size)
         pools = (KVPages(pool, pool),) * config.num_layers
