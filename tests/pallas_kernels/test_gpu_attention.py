@@ -28,6 +28,7 @@ from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 from jaxpaged.pallas_kernels.work_list import WorkSizes, make_work_list, max_tiles
 from tests.pallas_kernels import test_paged_attention as paged
 from tests.pallas_kernels.test_paged_attention import (
+    QUICKLY_COMPILED,
     VARIANTS,
     Batch,
     Chunk,
@@ -43,7 +44,6 @@ from tests.support.model_configs import uniform_layers, with_attention, with_win
 # A GPU of 4 multiprocessors: grids are small, and contexts are split into several chunks all the same.
 TARGET = GpuTarget((9, 0), 4, interpret=True)
 MIN_CHUNK = 32  # tokens; the product's own would split nothing here
-QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True)

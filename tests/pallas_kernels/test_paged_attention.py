@@ -171,9 +171,12 @@ def expected(batch: Batch, chunks: Sequence[Chunk], scale: float, *, window: int
     return out
 
 
+QUICKLY_COMPILED = {"xla_backend_optimization_level": 0}
+
+
 @cache
 def compiled(sizes: TileSizes, scale: float, variant: Variant) -> Callable[..., jax.Array]:
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICKLY_COMPILED)
     def run(q: Any, k_pool: Any, v_pool: Any, table: Any, slot: Any, position: Any) -> jax.Array:
         work = make_tile_list(slot, position, table.shape[0] - 1, sizes)
         return xla_paged_attention.paged_attention(q, KVPages(k_pool, v_pool), table, work, variant.rule(scale),
