@@ -1,5 +1,4 @@
-"""How models write tool calls, for what has to write one in their place: prompts and grammars. Reading them is the
-server's.
+"""How models write tool calls, for what has to write or expect one: prompts and grammars. Reading them is the server's.
 """
 
 import json
@@ -13,22 +12,28 @@ class ToolCallFormat:
     """How one family of models writes a call.
 
     Attributes:
-        begin, end: what surrounds the JSON object of a call.
+        tag, end_tag: what surrounds a call, or several; empty where calls have no tags.
+        opening, closing: what is between the tags and the JSON object of the call.
         arguments: the key of the arguments in it.
+        separator: what is between the objects of several calls; None where each call has tags of its own.
     """
 
-    begin: str = ""
-    end: str = ""
+    tag: str = ""
+    end_tag: str = ""
+    opening: str = ""
+    closing: str = ""
     arguments: str = "arguments"
+    separator: str | None = None
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call as the model would write it."""
-        return self.begin + json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False) + self.end
+        written = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+        return self.tag + self.opening + written + self.closing + self.end_tag
 
 
 PLAIN_CALLS = ToolCallFormat()
 TOOL_CALL_FORMATS = {
-    "hermes": ToolCallFormat("<tool_call>\n", "\n</tool_call>"),
+    "hermes": ToolCallFormat("<tool_call>", "</tool_call>", "\n", "\n"),
     "llama3_json": ToolCallFormat(arguments="parameters"),
-    "mistral": ToolCallFormat("[TOOL_CALLS] [", "]"),
+    "mistral": ToolCallFormat("[TOOL_CALLS]", opening=" [", closing="]", separator=","),
 }

@@ -22,7 +22,7 @@ from jaxpaged.core.sampling_params import (
 from jaxpaged.core.tool_formats import PLAIN_CALLS, ToolCallFormat
 from jaxpaged.frontend.context_window import ContextWindow
 from jaxpaged.frontend.output_processor import sequence_ids
-from jaxpaged.text.answer_grammar import answer_grammar
+from jaxpaged.text.answer_grammar import CallGrammar, answer_grammar
 from jaxpaged.text.bounded_cache import BoundedCache
 from jaxpaged.text.conversation import normalize_messages
 from jaxpaged.text.structured_outputs import GrammarCompiler
@@ -50,6 +50,21 @@ class ChatPrompt:
     text: str
     token_ids: list[int]
     reasoning: ReasoningStart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCalls:
+    """Calls that an answer may consist of, in place of its structured output.
+
+    Attributes:
+        call: structured output of the JSON object of one.
+        format: how the model writes them.
+        one: there is only one.
+    """
+
+    call: StructuredOutputsParams
+    format: ToolCallFormat
+    one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +154,7 @@ class InputProcessor:
     def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
                 add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
                 priority: int = 0, cache_salt: str | None = None,
-                truncate_prompt_tokens: int | None = None) -> ProcessedRequest:
+                truncate_prompt_tokens: int | None = None, calls: OwnCalls | None = None) -> ProcessedRequest:
         """Turn one prompt into requests for the engine.
 
         Args:
@@ -153,6 +168,7 @@ class InputProcessor:
             priority: the smaller is served first.
             cache_salt: prefixes are shared only with requests of the same salt.
             truncate_prompt_tokens: keep only that many tokens, the last ones; -1 for as many as the context holds.
+            calls: what the output may consist of in place of its structured output.
 
         Raises:
             RequestError: the prompt or a parameter cannot be used; `param` names the field.
@@ -179,7 +195,7 @@ class InputProcessor:
         stop_token_ids = eos.union(params.stop_token_ids or ())
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         self._check_token_ids(params)
-        grammar = self._answer_grammar(params, reasoning, text, ids)
+        grammar = self._answer_grammar(params, reasoning, text, ids, calls)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
         if params.use_beam_search:
@@ -306,8 +322,8 @@ class InputProcessor:
         return grammar
 
     def _answer_grammar(self, params: SamplingParams, reasoning: ReasoningStart | None, text: str | None,
-                        ids: Sequence[int]) -> Grammar | None:
-        """What the output has to match: structured output, behind the reasoning."""
+                        ids: Sequence[int], calls: OwnCalls | None) -> Grammar | None:
+        """What the output has to match: structured output or calls, behind the reasoning."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
@@ -316,7 +332,8 @@ class InputProcessor:
         if reasoning is None and self._reasoning is not None:
             text = tokenizer.decode(ids, skip_special_tokens=False) if text is None else text
             reasoning = self._reasoning.start_of_text(text)
-        return answer_grammar(form, reasoning, tokenizer, space=wanted.is_json)
+        own = None if calls is None else CallGrammar(self.grammar(calls.call), calls.format, calls.one)
+        return answer_grammar(form, reasoning, tokenizer, space=wanted.is_json, calls=own)
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the start of a text and after a space."""

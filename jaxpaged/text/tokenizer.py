@@ -24,6 +24,7 @@ from jaxpaged.text.token_bytes import find_byte_rule, find_max_token_chars
 # Texts and ids of this length or more go through the library's batch calls, which release the GIL. Shorter ones do
 # not: after a batch call the library warns users who fork their process.
 _LONG = 4096
+_SPACES = " \t\r\n▁ĠĊĉč"  # as vocabularies spell them
 
 
 class Tokenizer:
@@ -60,7 +61,7 @@ class Tokenizer:
         self.template_traits: Mapping[str, TemplateTraits] | None = None
         self._template: tuple[Any, ChatTemplate] | None = None
         self._bytes: dict[int, bytes] = {}
-        self._starting_with: dict[str, tuple[int, ...]] = {}
+        self._marks: dict[str, tuple[int, ...]] = {}
         self._lock = threading.Lock()
         self._adds_bos = self._find_adds_bos()
 
@@ -100,13 +101,13 @@ class Tokenizer:
         """The special token with this text, or None."""
         return self._special_ids.get(text)
 
-    def ids_starting_with(self, text: str) -> tuple[int, ...]:
-        """The tokens whose own text starts with this ASCII text; searched for once for each text."""
-        found = self._starting_with.get(text)
+    def ids_of_mark(self, mark: str) -> tuple[int, ...]:
+        """The tokens that are this ASCII text and nothing but white space after it; searched for once for each."""
+        found = self._marks.get(mark)
         if found is None:
-            vocabulary = self.backend.get_vocab()
-            found = tuple(sorted(number for token, number in vocabulary.items() if token.startswith(text)))
-            self._starting_with[text] = found
+            found = self._marks[mark] = tuple(sorted(
+                number for token, number in self.backend.get_vocab().items()
+                if token.startswith(mark) and not token[len(mark):].strip(_SPACES)))
         return found
 
     def token_bytes(self, token_id: int) -> bytes:

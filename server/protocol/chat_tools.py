@@ -1,12 +1,13 @@
 """The tools of a chat request, and what they mean for the prompt, the sampling and the answer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpaged.core.errors import NotSupportedError, RequestError
 from jaxpaged.core.limits import LIMITS, Limits, check_at_most
-from jaxpaged.core.sampling_params import SchemaPart
+from jaxpaged.core.sampling_params import SchemaPart, StructuredOutputsParams
+from jaxpaged.core.tool_formats import TOOL_CALL_FORMATS, ToolCallFormat
 from jaxpaged.server.parsers.events import ParseFunction
 from jaxpaged.server.parsers.tool_calls import make_tool_parser, named_call, required_calls
 
@@ -26,6 +27,8 @@ class ToolUse:
         schema_parts: the parameters of each tool in it.
         finish_reason: of a complete answer with calls.
         one_call: drop all calls but the first.
+        own_call: JSON schema of a call as the model writes it of itself, and the parameters of each tool in it.
+        format: how the model writes it.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -34,6 +37,22 @@ class ToolUse:
     schema_parts: tuple[SchemaPart, ...] = ()
     finish_reason: str = "tool_calls"
     one_call: bool = False
+    own_call: tuple[dict[str, Any], tuple[SchemaPart, ...]] | None = None
+    format: ToolCallFormat | None = None
+
+    def form_or_call(self, form: StructuredOutputsParams) -> tuple[StructuredOutputsParams,
+                                                                   StructuredOutputsParams | None]:
+        """Structured output for an answer in a JSON form or a call, and one for a call that tags tell from the form."""
+        if self.own_call is None or self.format is None:
+            return form, None
+        schema, parts = self.own_call
+        if self.format.tag:
+            return form, StructuredOutputsParams(json=schema, schema_parts=parts)
+        if form.json is None:
+            return form, None  # any object, so a call is one, too
+        parts = tuple(replace(part, pointer="/anyOf/1" + part.pointer) for part in parts)
+        return StructuredOutputsParams(json={"anyOf": [form.json, schema]}, schema_parts=(
+            SchemaPart("/anyOf/0", "response_format"), *parts)), None
 
 
 def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool | None,
@@ -62,11 +81,14 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
             raise RequestError("tool_choice auto needs a server started with --enable-auto-tool-choice and "
                                "--tool-call-parser; tool_choice none, required or a named function need neither",
                                param="tool_choice")
-        return ToolUse(known, make_tool_parser(parser, names), one_call=one)
+        format = TOOL_CALL_FORMATS[parser]
+        return ToolUse(known, make_tool_parser(parser, names), one_call=one, format=format,
+                       own_call=_own_call(known, format.arguments))
     if choice == "required":
-        parts = tuple(_part(f"/items/anyOf/{index}/properties/parameters", index, tool)
-                      for index, tool in enumerate(known))
-        return ToolUse(known, required_calls, _calls_schema(known, one), parts, one_call=one)
+        call, parts = _own_call(known, "parameters")
+        schema = {"type": "array", "minItems": 1, "items": call} | ({"maxItems": 1} if one else {})
+        parts = tuple(replace(part, pointer="/items" + part.pointer) for part in parts)
+        return ToolUse(known, required_calls, schema, parts, one_call=one)
     name = _named(choice)
     if name not in names:
         raise RequestError("tool_choice names a function that is not in tools", param="tool_choice")
@@ -159,9 +181,10 @@ def _part(pointer: str, index: int, tool: Mapping[str, Any]) -> SchemaPart:
     return SchemaPart(pointer, f"tools[{index}].function.parameters", tool["function"].get("strict", False))
 
 
-def _calls_schema(tools: Sequence[Mapping[str, Any]], one: bool) -> dict[str, Any]:
-    """Schema of a list of calls."""
+def _own_call(tools: Sequence[Mapping[str, Any]], arguments: str) -> tuple[dict[str, Any], tuple[SchemaPart, ...]]:
+    """Schema of one call, whose arguments have this key, and where the parameters of each tool are in it."""
     calls = [{"type": "object", "properties": {"name": {"const": tool["function"]["name"]},
-                                               "parameters": _arguments_schema(tool)},
-              "required": ["name", "parameters"], "additionalProperties": False} for tool in tools]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({"maxItems": 1} if one else {})
+                                               arguments: _arguments_schema(tool)},
+              "required": ["name", arguments], "additionalProperties": False} for tool in tools]
+    return {"anyOf": calls}, tuple(_part(f"/anyOf/{index}/properties/{arguments}", index, tool)
+                                   for index, tool in enumerate(tools))

@@ -18,7 +18,7 @@ from jaxpaged.core.sampling_params import (
 )
 from jaxpaged.server.protocol.body import Body
 from jaxpaged.server.protocol.chat_tools import ToolUse
-from jaxpaged.server.protocol.structure import structured_outputs
+from jaxpaged.server.protocol.structure import structured_outputs, structured_outputs_field
 
 MAX_TOP_LOGPROBS = 20  # of a chat, as in OpenAI's API; --max-logprobs may allow fewer
 
@@ -236,7 +236,8 @@ class ChatCompletionRequest(_RequestBody):
         """
         params = self.sampling_params(None, defaults)
         if use.schema is not None:
-            if params.structured_outputs is not None:
+            # An answer in the form of response_format is another turn's: this one is a call.
+            if params.structured_outputs is not None and structured_outputs_field(self) != "response_format":
                 raise RequestError("tool_choice cannot be combined with structured outputs; leave one out",
                                    param="tool_choice")
             params = replace(params, structured_outputs=StructuredOutputsParams(

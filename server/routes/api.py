@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,10 +16,10 @@ from jaxpaged import __version__
 from jaxpaged.core.errors import EngineDeadError, NotSupportedError, RequestError, UnavailableError
 from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo
-from jaxpaged.core.sampling_params import SamplingParams
+from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding
 from jaxpaged.frontend.front import Front
-from jaxpaged.frontend.input_processor import ProcessedRequest
+from jaxpaged.frontend.input_processor import OwnCalls, ProcessedRequest
 from jaxpaged.server.args import BODIES, ServerConfig
 from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.engine.output_stream import OutputStream
@@ -170,13 +171,17 @@ class Api:
                            config.tool_call_parser if config.enable_auto_tool_choice else None)
         params = body.chat_sampling_params(self._defaults, use, marks_are_special=self._inputs.marks_are_special)
 
+        form, call = params.structured_outputs, None
+        if form is not None and use.own_call is not None and structured_outputs_field(body) == "response_format":
+            form, call = use.form_or_call(form)
+            params = replace(params, structured_outputs=form)
+        calls = None if call is None or use.format is None else OwnCalls(call, use.format, use.one_call)
+
         def prepare(request_id: str, messages: object) -> ProcessedRequest:
             prompt = self._inputs.render_chat(messages, tools=use.tools, **template_options(body),
                                               may_be_long=body.truncate_prompt_tokens is not None)
             with body.naming_fields():
-                return self._inputs.process(request_id, prompt, params, **body.prompt_options)
-
-        form = params.structured_outputs
+                return self._inputs.process(request_id, prompt, params, **body.prompt_options, calls=calls)
 
         def make_parser(prepared: ProcessedRequest) -> ChoiceParser:
             start, token_bytes = prepared.reasoning, self._tokenizer.token_bytes
@@ -185,7 +190,7 @@ class Api:
                                 show_reasoning=body.include_reasoning is not False, one_call=use.one_call)
 
         return await self._answer(request, body, params, [body.messages], prepare, use.finish_reason,
-                                  make_parser if self._inputs.reasons or use.parse else None)
+                                  make_parser if self._inputs.reasons or use.parse else None, call)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or a chat."""
@@ -228,7 +233,8 @@ class Api:
 
     async def _answer(self, request: Request, body: CompletionRequest | ChatCompletionRequest, params: SamplingParams,
                       prompts: Sequence[object], prepare: Callable[[str, object], ProcessedRequest],
-                      finish_reason: str = "stop", make_parser: MakeParser | None = None) -> Response:
+                      finish_reason: str = "stop", make_parser: MakeParser | None = None,
+                      call: StructuredOutputsParams | None = None) -> Response:
         self._check_serving()  # again: reading the body may have taken a while
         ordinal = uuid.uuid4().hex
         stream = self._client.admit(len(prompts) * params.num_sequences,
@@ -236,12 +242,14 @@ class Api:
                                     1 + (params.logprobs or 0))
         try:
             with on_disconnect(request.receive, lambda: self._client.close(stream)):
-                if params.structured_outputs is not None:
+                for wanted in (params.structured_outputs, call):
+                    if wanted is None:
+                        continue
                     try:
-                        await self._run_in_thread(stream, self._grammar_threads, self._inputs.grammar,
-                                                  params.structured_outputs)
+                        await self._run_in_thread(stream, self._grammar_threads, self._inputs.grammar, wanted)
                     except RequestError as error:
-                        raise error.with_param(structured_outputs_field(body)) from None
+                        of_tools = any(part.name.startswith("tools") for part in wanted.schema_parts)
+                        raise error.with_param("tools" if of_tools else structured_outputs_field(body)) from None
                 requests = await self._submit(stream, prepare, ordinal, prompts)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,

@@ -1,5 +1,6 @@
 """Grammars of whole answers: llguidance is asked, token by token, what may come."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,11 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from jaxpaged.core.messages import Grammar
 from jaxpaged.core.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningStart
 from jaxpaged.core.sampling_params import StructuredOutputsParams
-from jaxpaged.text.answer_grammar import answer_grammar
+from jaxpaged.core.tool_formats import TOOL_CALL_FORMATS
+from jaxpaged.text.answer_grammar import CallGrammar, answer_grammar
 from jaxpaged.text.structured_outputs import GrammarCompiler, GrammarVocabulary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -23,8 +26,9 @@ FORMS: dict[str, tuple[StructuredOutputsParams, str]] = {
 }
 R1, QWEN, MISTRAL = (REASONING_FORMATS[name] for name in ("deepseek_r1", "qwen3", "mistral"))
 # The marks also as tokens of their own, and tokens that reach beyond a mark.
-EXTRA = ("</think>", "<think>", "[/THINK]", "[THINK]", ">{", "]{", ">y", "]y", ">\n\n", "]\n\n", "</", "think", "THINK")
-SPECIAL = ("[THINK]", "[/THINK]")
+EXTRA = ("</think>", "<think>", "[/THINK]", "[THINK]", ">{", "]{", ">y", "]y", ">\n\n", "]\n\n", "</", "think", "THINK",
+         "[TOOL_CALLS]")
+SPECIAL = ("[THINK]", "[/THINK]", "[TOOL_CALLS]")
 
 
 class Vocabulary:
@@ -40,8 +44,8 @@ class Vocabulary:
     def special_id(self, text: str) -> int | None:
         return self._special.get(text)
 
-    def ids_starting_with(self, text: str) -> tuple[int, ...]:
-        return tuple(number for number, token in enumerate(self._tokens) if token.startswith(text.encode()))
+    def ids_of_mark(self, mark: str) -> tuple[int, ...]:
+        return tuple(number for number, token in enumerate(self._tokens) if token.strip() == mark.encode())
 
     def ids(self, *tokens: str) -> list[int]:
         """Each of the texts as one token, if there is one, or byte by byte."""
@@ -56,6 +60,11 @@ def allowed(vocabulary: Vocabulary, form: str, start: ReasoningStart, *tokens: s
     """Whether this may be a whole answer."""
     wanted = FORMS[form][0]
     grammar = answer_grammar(GrammarCompiler().grammar(wanted), start, vocabulary, space=wanted.is_json)
+    return matches(vocabulary, grammar, *tokens)
+
+
+def matches(vocabulary: Vocabulary, grammar: Grammar, *tokens: str) -> bool:
+    """Whether a grammar allows this as a whole text."""
     matcher = LLMatcher(vocabulary.llguidance, grammar.text, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     for number in vocabulary.ids(*tokens):
@@ -122,3 +131,35 @@ def test_a_form_that_begins_as_a_mark_does() -> None:
     before = ReasoningStart(R1, "before")
     assert allowed(BYTES, "choice", before, "<yes>")
     assert allowed(BYTES, "choice", before, "<think>", "a", "</think>", "<yes>")
+
+
+# Calls in place of the form
+
+CALL_SCHEMA = {"type": "object", "properties": {"name": {"const": "f"}, "arguments": SCHEMA},
+               "required": ["name", "arguments"], "additionalProperties": False}
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize(("name", "vocabulary", "single", "double"), [
+    ("hermes", BYTES, f"<tool_call>\n{CALL}\n</tool_call>", "\n".join([f"<tool_call>{CALL}</tool_call>"] * 2)),
+    ("mistral", BYTES, f"[TOOL_CALLS] [{CALL}]", f"[TOOL_CALLS][{CALL}, {CALL}]"),
+    ("mistral", MARKS, f"[TOOL_CALLS] [{CALL}]", f"[TOOL_CALLS][{CALL}, {CALL}]"),
+])
+def test_an_answer_in_the_form_or_calls(name: str, vocabulary: Vocabulary, single: str, double: str, one: bool) -> None:
+    form, call = (GrammarCompiler().grammar(StructuredOutputsParams(json=schema)) for schema in (SCHEMA, CALL_SCHEMA))
+    calls = CallGrammar(call, TOOL_CALL_FORMATS[name], one)
+
+    def good(start: ReasoningStart | None, *texts: str) -> bool:
+        grammar = answer_grammar(form, start, vocabulary, space=True, calls=calls)
+        return matches(vocabulary, grammar, *(piece for text in texts for piece in re.split(
+            r"(\[TOOL_CALLS\]|\[/?THINK\]|</?think>)", text)))
+
+    for start, before in ((None, ""), (ReasoningStart(MISTRAL, "inside"), "Hm.[/THINK]\n"),
+                          (ReasoningStart(MISTRAL, "before"), "[THINK]Hm.[/THINK]"),
+                          (ReasoningStart(MISTRAL, "before"), "")):
+        assert good(start, before, '{"a":1}') and good(start, before, single)
+        assert good(start, before, double) != one
+        for wrong in (CALL, "So: " + single, single + '{"a":1}', '{"a":1}' + single, single.replace('"f"', '"g"'),
+                      single.replace('"a"', '"b"')):
+            assert not good(start, before, wrong), wrong

@@ -149,7 +149,7 @@ def test_tools_are_described_where_the_template_shows_none(name: str, calls: Too
             assert json.dumps(TOOLS[0]["function"], ensure_ascii=False) in text
             assert all(message["content"] in text for message in messages)
             assert text.index('"weather"') < text.index("Oslo") or name == "GEMMA"
-            assert calls.begin in text and f'"{calls.arguments}": {{...}}' in text
+            assert calls.tag in text and f'"{calls.arguments}": {{...}}' in text
     if name in ("CHATML", "PARTS"):
         written = calls.call("weather", {"city": "Oslo"})
         assert f"Wait.\n{written}" in render(name, [USER, called("Wait."), RESULT], TOOLS, calls)

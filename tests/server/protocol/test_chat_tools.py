@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from jaxpaged.core.errors import NotSupportedError, RequestError
+from jaxpaged.core.sampling_params import StructuredOutputsParams
+from jaxpaged.core.tool_formats import TOOL_CALL_FORMATS
+from jaxpaged.server.parsers.events import CallArguments, CallStart, StreamParser
+from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS
 from jaxpaged.server.protocol.chat_tools import ToolUse, choose_tools
+from jaxpaged.text.structured_outputs import GrammarCompiler
+from tests.text.test_answer_grammar import BYTES, matches
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -53,3 +59,34 @@ def test_custom_tools_are_refused_by_name() -> None:
         with pytest.raises(NotSupportedError, match="custom") as caught:
             choose_tools(tools, choice, None, "hermes")
         assert caught.value.param == param
+
+
+# An answer in a form, or a call in the model's own notation
+
+ANSWER_FORM = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}},
+                                            "required": ["a"], "additionalProperties": False,
+                                            "$defs": {"n": {"type": "integer"}}})
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"b": {"$ref": "#/$defs/n"}}, "required": ["b"], "additionalProperties": False,
+    "$defs": {"n": {"type": "boolean"}}}}}
+
+
+def test_a_call_without_tags_is_a_part_of_the_answers_schema() -> None:
+    form, call = choose_tools([TOOL], "auto", None, "llama3_json").form_or_call(ANSWER_FORM)
+    assert call is None
+    grammar = GrammarCompiler().grammar(form)
+    for text, good in (('{"a": 1}', True), ('{"name": "f", "parameters": {"b": true}}', True), ('{"a": true}', False),
+                       ('{"name": "f", "parameters": {"b": 1}}', False), ('{"name": "f"}', False)):
+        assert matches(BYTES, grammar, text) == good, text
+    objects = StructuredOutputsParams(json_object=True)
+    assert choose_tools([TOOL], "auto", None, "llama3_json").form_or_call(objects) == (objects, None)
+
+
+def test_each_parser_has_a_format() -> None:
+    assert TOOL_CALL_FORMATS.keys() == TOOL_PARSERS.keys()
+    for name, format in TOOL_CALL_FORMATS.items():
+        use = choose_tools([TOOL], "auto", None, name)
+        assert use.parse is not None
+        parser = StreamParser(use.parse)
+        text = format.call("f", {"b": True})
+        assert parser.add_text(text) + parser.finish() == [CallStart("f"), CallArguments('{"b": true}')]

@@ -21,6 +21,8 @@ SCRIPTS = {
     "both": ["<think>", "A tool helps.", "</think>", "<tool_call> ", '{"arguments": {"city": "Oslo"}',
              ', "name": "weather" }', "</tool_call> "],
     "rest": [" so 2.", "</th", "ink>", " It is", " 2."],
+    "ask": ["<tool_call>\n ", '{"name": "weather", "arguments": {"city": "Oslo"}}', "\n </tool_call>"],
+    "form": ['{"city": ', '"Rome"}'],
     "words": ["Just", " words", " <tool", " and <|", "tool_call>"],
 }
 TOOLS: list[Any] = [{"type": "function", "function": {
@@ -276,6 +278,34 @@ def test_continuing_open_reasoning(client: openai.OpenAI) -> None:
             found = tuple("".join(getattr(part, name, None) or "" for part in parts)
                           for name in ("content", "reasoning_content"))
             assert found == tuple(text or "" for text in expected), content
+
+
+ROME = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY_SCHEMA}}
+
+
+def test_tools_and_a_form_for_the_answer(client: openai.OpenAI) -> None:
+    """As agents send both in each turn: a call, or an answer in the form."""
+    more: dict[str, Any] = {"tools": CITY, "extra_body": {"response_format": ROME}, "max_tokens": 300}
+    for script in ("ask", "form", "words", "call", "think"):
+        for opening in ("", "<think>"):
+            more["extra_body"]["chat_template_kwargs"] = {"script": script, "opening": opening}
+            if opening and script != "think":
+                more["extra_body"]["chat_template_kwargs"]["opening"] += "Hm.</think>"
+            message, reason = simple(ask(client, script, **more).choices[0])
+            assert stream(client, script, **more)[:2] == (message, reason)
+            if script == "ask":
+                assert reason == "tool_calls" and message["content"] is None
+                assert message["tool_calls"] == [{"name": "weather", "arguments": '{"city": "Oslo"}'}]
+            else:
+                assert reason == "stop" and json.loads(message["content"]) == {"city": "Rome"}
+            assert (message["reasoning_content"] is not None) == (script == "think")
+    more |= {"parallel_tool_calls": False}
+    more["extra_body"]["chat_template_kwargs"] = {}
+    for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
+        [call] = simple(ask(client, "form", **more, tool_choice=choice).choices[0])[0]["tool_calls"]
+        assert call["name"] in ("clock", "weather") and json.loads(call["arguments"])["city"] in ("Oslo", "Rome")
+    message, reason = simple(ask(client, "ask", **more, tool_choice="none").choices[0])
+    assert json.loads(message["content"]) == {"city": "Rome"} and message["tool_calls"] is None
 
 
 def test_neither_the_log_nor_the_processes_show_trouble(server: LiveServer) -> None:
