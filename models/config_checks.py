@@ -63,6 +63,8 @@ def check_quantization(hf: dict[str, Any]) -> None:
 
 def quantization_method(table: Any) -> str:
     """The method that a quantization_config or quantize_config.json names, with its bits if it has them."""
+    if isinstance(table, dict) and isinstance(table.get("quantization"), dict):
+        table = table["quantization"]  # as ModelOpt writes it
     if not isinstance(table, dict):
         return "an unknown method"
     method = table.get("quant_method") or table.get("quant_algo")

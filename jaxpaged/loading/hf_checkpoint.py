@@ -16,6 +16,8 @@ from jaxpaged.models.rope_tables import merge_overrides
 
 _log = logging.getLogger(__name__)
 
+# Of AutoGPTQ, AutoAWQ and ModelOpt.
+_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -103,12 +105,14 @@ class HfCheckpoint:
 def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
     """Refuse quantized weights, also those that only a file next to config.json says to be so."""
     check_quantization(config)
-    file = folder / "quantize_config.json"
-    if file.exists() and "quantization_config" not in config:
-        raise UnsupportedModelError(
-            f"{file} says that the weights are quantized by {quantization_method(read_json(file))}, which is not "
-            "supported; take a checkpoint without quantization or a GGUF file. If these weights are plain after all, "
-            "remove the file or start with --hf-overrides '{\"quantization_config\": null}'")
+    if "quantization_config" in config:
+        return  # null, by which the user says that they are plain
+    for file in map(folder.joinpath, _QUANTIZATION_FILES):
+        if file.exists():
+            raise UnsupportedModelError(
+                f"{file} says that the weights are quantized by {quantization_method(read_json(file))}, which is not "
+                "supported; take a checkpoint without quantization or a GGUF file. If these weights are plain after "
+                "all, remove the file or start with --hf-overrides '{\"quantization_config\": null}'")
 
 
 def _with_prefix(sources: dict[str, Source]) -> dict[str, Source]:

@@ -320,7 +320,10 @@ def test_quantized_weights_are_refused_by_their_method(table: Any, method: str, 
     open_checkpoint(folder, {"quantization_config": None})
     if isinstance(table, dict):
         (folder / "config.json").write_text(json.dumps(CONFIG))
-        (folder / "quantize_config.json").write_text(json.dumps(table))
-        with pytest.raises(UnsupportedModelError, match=f"quantize_config.json says .* quantized by {method}"):
-            open_checkpoint(folder)
-        open_checkpoint(folder, {"quantization_config": None})
+        for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
+            file = folder / name
+            file.write_text(json.dumps({"quantization": table} if name.startswith("hf") else table))
+            with pytest.raises(UnsupportedModelError, match=f"{name} says .* quantized by {method}"):
+                open_checkpoint(folder)
+            open_checkpoint(folder, {"quantization_config": None})
+            file.unlink()

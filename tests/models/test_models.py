@@ -1,5 +1,6 @@
 """Logits and greedy ids of small random checkpoints equal those of transformers in float32."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -56,8 +57,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "rope_parameters": YARN},
     "mistral": {"model_type": "mistral", "sliding_window": 21, "head_dim": 24},
     "mistral without a window": {"model_type": "mistral", "sliding_window": None},
+    "yarn added later": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "mistral within its window": {"model_type": "mistral", "sliding_window": 128},
 }
+
+# Written into config.json afterwards, as people do by hand.
+EDITS = {"yarn added later": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +80,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
             scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
             parameter.data = ("norm" in key) + scale * torch.randn_like(parameter)
         model.save_pretrained(folder)
+        if name in EDITS:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | EDITS[name]))
     return root
 
 
