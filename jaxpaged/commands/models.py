@@ -20,12 +20,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.mode
 
 def support_matrix() -> dict[str, dict[str, str]]:
     """For each architecture what is supported of it, from the registry and the tables of formats."""
-    from jaxpaged.loading.gguf import TENSOR_TYPES  # slow to import
-    from jaxpaged.loading.gguf_checkpoint import gguf_names
+    from jaxpaged.loading.gguf_checkpoint import gguf_names  # slow to import
     from jaxpaged.models.registry import FAMILIES
 
-    plain = ("F32", "F16", "BF16")
-    quantized = ", ".join(name for name in TENSOR_TYPES if name not in plain)
     rows = {}
     for name, family in sorted(FAMILIES.items()):
         files = gguf_names(name)
@@ -34,7 +31,7 @@ def support_matrix() -> dict[str, dict[str, str]]:
             "model_type": family.model_type,
             "sizes": family.sizes,
             "formats": "safetensors, PyTorch .bin, Orbax" + (f", GGUF ({', '.join(files)})" if files else ""),
-            "quantized": f"GGUF's {quantized}, widened while they are loaded" if files else "no",
+            "quantized": "GGUF, widened while it is loaded" if files else "no",
             "parallel": "tensor",
             "windows": family.windows or "no",
             "tested by": family.tested,

@@ -88,11 +88,27 @@ class GgufCheckpoint:
         self._name = self._metadata.get("general.architecture")
         if not isinstance(self._name, str) or self._name not in _FAMILIES:
             raise UnsupportedModelError(f"{path}: GGUF architecture {_brief(self._name)} is not supported; "
-                                        f"supported are {', '.join(_FAMILIES)}")
+                                        f"supported are {', '.join(_FAMILIES)}{self._most_like()}")
         self._family = _FAMILIES[self._name]
         self._sources = {self._hf_name(name): name for name in self._file.tensors if name != _ROPE_FACTORS}
         self.config = self._make_config()
         self.generation_config: dict[str, Any] = {}
+
+    def _most_like(self) -> str:
+        """Which family's tensors are most like the file's, and what differs."""
+        stems = {_generic(name.rpartition(".")[0]) for name in self._file.tensors if name != _ROPE_FACTORS}
+
+        def likeness(name: str) -> float:
+            known = _FAMILIES[name].tensors.keys()
+            return len(stems & known) / (len(stems | known) or 1)
+
+        nearest = max(_FAMILIES, key=likeness)
+        known = _FAMILIES[nearest].tensors.keys()
+        if not stems & known:
+            return ""
+        more, fewer = (", ".join(sorted(items)[:8]) for items in (stems - known, known - stems - {"output"}))
+        differs = [f"has {more[:400]} besides"] * bool(more) + [f"lacks {fewer}"] * bool(fewer)
+        return f". Its tensors are most like those of {nearest}" + (f", but {' and '.join(differs)}" if differs else "")
 
     def names(self) -> set[str]:
         """Tensor names in Hugging Face's spelling; one that has no such spelling keeps its own."""
