@@ -65,7 +65,7 @@ class SentencePieceTokenizer:
 
     backend: Tokenizer
     special_tokens: dict[str, str]
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
 
 
 def build_tokenizer(folder: Path, model: SentencePieceModel) -> SentencePieceTokenizer:
@@ -95,11 +95,21 @@ def build_tokenizer(folder: Path, model: SentencePieceModel) -> SentencePieceTok
             raise CheckpointError(f"{folder}: the added token {token.content!r:.64} has the id {number}, which does "
                                   f"not follow the {len(texts)} pieces of {FILE}")
     _add_post_processor(backend, config, special)
-    template = config.get("chat_template")
-    jinja = folder / "chat_template.jinja"
-    if jinja.exists():
-        template = jinja.read_text(encoding="utf-8")
-    return SentencePieceTokenizer(backend, special, template if isinstance(template, str) else None)
+    return SentencePieceTokenizer(backend, special, _chat_templates(folder, config.get("chat_template")))
+
+
+def _chat_templates(folder: Path, configured: Any) -> str | dict[str, str] | None:
+    """The chat template, or several by name, from tokenizer_config.json or, instead, from files of their own."""
+    files = {"default": folder / "chat_template.jinja",
+             **{path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}}
+    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.exists()}
+    if not found and isinstance(configured, list):
+        found = {item["name"]: item["template"] for item in configured
+                 if isinstance(item, dict) and isinstance(item.get("name"), str)
+                 and isinstance(item.get("template"), str)}
+    elif not found and isinstance(configured, str):
+        found = {"default": configured}
+    return found if found.keys() - {"default"} else found.get("default")
 
 
 def _backend(model: SentencePieceModel, texts: list[str], legacy: bool) -> Tokenizer:

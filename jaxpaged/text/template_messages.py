@@ -29,8 +29,8 @@ def adapt(messages: list[Message], tools: list[dict[str, Any]] | None, traits: T
 
 def _adapt_message(message: Message, traits: TemplateTraits, format: ToolCallFormat) -> Message:
     calls, content = message.get("tool_calls"), message["content"]
-    if calls and ("calls" not in traits.shows or
-                  (content_text(content).strip() and "calls beside text" not in traits.shows and traits.null_content)):
+    shown = "calls beside text" if content_text(content).strip() else "calls"
+    if calls and shown not in traits.shows:
         written = [format.call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
         text = "\n".join(filter(None, (content_text(content), *written)))
         message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}

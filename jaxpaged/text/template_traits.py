@@ -24,7 +24,7 @@ class TemplateTraits:
         text_roles: roles whose content may be a string.
         part_roles: roles whose content may be a list of text parts.
         text_arguments: it wants the arguments of a call as JSON text instead of an object.
-        null_content: a message with calls must have null as its content.
+        null_content: a message with calls alone has null as its content, as in OpenAI's API; else an empty string.
         shows: of "system", "tool", "tools", "calls" and "calls beside text", those that it shows.
     """
 
@@ -81,15 +81,16 @@ def find_traits(render: Render, content_format: ContentFormat = "auto") -> Templ
 
 
 def _find_calls(render: Render) -> tuple[bool, bool, bool]:
-    """Whether calls are shown, whether their arguments have to be text, and the content of their message null."""
+    """Whether calls are shown, whether their arguments have to be text, and whether their content may be null."""
     user = _message("user", "user")
     name_alone: list[tuple[bool, bool, bool]] = []  # from a template that shows arguments of certain names, or none
     for text_arguments in (False, True):
-        for null in (False, True):
+        for null in (True, False):
             call = _call_message(None if null else "", text_arguments)
             for text in _texts(render, [user, call, _result()], [user, call]):
                 # Python's notation, or JSON inside a JSON string: the template wants the other form.
-                if _mark("call") in text and f"'{_mark('key')}'" not in text and '\\"' not in text:
+                if _mark("call") in text and f"'{_mark('key')}'" not in text and '\\"' not in text \
+                        and "None" not in text:
                     if _mark("value") in text:
                         return True, text_arguments, null
                     name_alone.append((True, text_arguments, null))

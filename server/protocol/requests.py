@@ -229,7 +229,8 @@ class ChatCompletionRequest(_RequestBody):
         """The sampling parameters of this request, adapted to its use of tools and to the model's reasoning.
 
         Args:
-            marks_are_special: the marks around the reasoning are special tokens, which the parser has to see.
+            marks_are_special: the marks around the reasoning are special tokens, which the parser has to see whatever
+                the request says of special tokens.
 
         Raises:
             RequestError: see `sampling_params`.
@@ -243,7 +244,8 @@ class ChatCompletionRequest(_RequestBody):
             params = replace(params, structured_outputs=StructuredOutputsParams(
                 json=use.schema, schema_parts=use.schema_parts))
         # Some models mark calls with special tokens, too.
-        if (marks_are_special or (use.parse is not None and use.schema is None)) and self.skip_special_tokens is None:
+        marked_calls = use.parse is not None and use.schema is None and self.skip_special_tokens is None
+        if marks_are_special or marked_calls:
             params = replace(params, skip_special_tokens=False)
         return params
 

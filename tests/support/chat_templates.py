@@ -206,3 +206,14 @@ EITHER = """\
     {%- endif %}
 {%- endfor %}
 """
+
+# Content and calls joined without a look at what is missing.
+JOINED = """\
+{%- for tool in tools or [] %}{{ '<tool>' + tool.function.name }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<call>' + call.function.name + (call.function.arguments | tojson) }}
+    {%- endfor %}
+{%- endfor %}
+"""

@@ -86,6 +86,11 @@ def test_what_the_json_files_say(tmp_path: Path) -> None:
     assert old.eos_token_ids == {first}
     (tmp_path / "old" / "chat_template.jinja").write_text("[{{ messages[0].content }}]")
     assert load_tokenizer(tmp_path / "old").apply_chat_template([{"role": "user", "content": "a"}])[0] == "[a]"
+    (tmp_path / "old" / "additional_chat_templates").mkdir()
+    (tmp_path / "old" / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "({{ messages[0].content }}, {{ tools[0].function.name }})")
+    assert load_tokenizer(tmp_path / "old").apply_chat_template([{"role": "user", "content": "a"}], tools=[
+        {"type": "function", "function": {"name": "f"}}])[0] == "(a, f)"
 
 
 @pytest.mark.parametrize(("files", "text"), [

@@ -62,14 +62,14 @@ def test_what_a_template_reads_and_shows(name: str, lacks: set[str], text_roles:
     traits = FAMILIES[name].traits["default"]
     assert {"system", "tool", "tools", "calls", "calls beside text"} - traits.shows == lacks
     assert (set(traits.text_roles), set(traits.part_roles)) == (set(text_roles), set(part_roles))
-    assert (traits.text_arguments, traits.null_content) == ((name == "R1_DISTILL"),) * 2
+    assert traits.text_arguments == (name == "R1_DISTILL") and traits.null_content == ("calls" not in lacks)
     assert ("tools" in traits.describe()) == ("tools" in lacks)
     assert ("refused" in traits.describe()) == (not lacks.isdisjoint({"system", "tool"}))
 
 
 @pytest.mark.parametrize(("name", "content", "arguments"), [
     ("LLAMA3", "", {"city": "Oslo"}), ("QWEN3", "", {"city": "Oslo"}), ("HERMES_TOOL_USE", "", {"city": "Oslo"}),
-    ("R1_DISTILL", None, '{"city": "Oslo"}'), ("MISTRAL", "", {"city": "Oslo"}),
+    ("R1_DISTILL", None, '{"city": "Oslo"}'), ("MISTRAL", "", {"city": "Oslo"}), ("JOINED", "", {"city": "Oslo"}),
 ])
 def test_calls_and_results_as_the_template_wants_them(name: str, content: Any, arguments: Any) -> None:
     """Whatever form the client has sent them in; compared with transformers' rendering of the wanted form."""

@@ -10,6 +10,7 @@ from jaxpaged.core.tool_formats import TOOL_CALL_FORMATS
 from jaxpaged.server.parsers.events import CallArguments, CallStart, StreamParser
 from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS
 from jaxpaged.server.protocol.chat_tools import ToolUse, choose_tools
+from jaxpaged.server.protocol.requests import ChatCompletionRequest
 from jaxpaged.text.structured_outputs import GrammarCompiler
 from tests.text.test_answer_grammar import BYTES, matches
 
@@ -90,3 +91,10 @@ def test_each_parser_has_a_format() -> None:
         parser = StreamParser(use.parse)
         text = format.call("f", {"b": True})
         assert parser.add_text(text) + parser.finish() == [CallStart("f"), CallArguments('{"b": true}')]
+
+
+def test_special_tokens_that_mark_reasoning_are_never_hidden_from_the_parser() -> None:
+    for given in (None, True, False):
+        body = ChatCompletionRequest.model_validate({"messages": [], "skip_special_tokens": given})
+        assert not body.chat_sampling_params({}, ToolUse(), marks_are_special=True).skip_special_tokens
+        assert body.chat_sampling_params({}, ToolUse()).skip_special_tokens == (given is not False)
