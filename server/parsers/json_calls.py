@@ -17,6 +17,7 @@ from jaxpaged.server.parsers.reader import CharReader
 
 MAX_NAME_CHARS = 256
 _ARGUMENTS = ("arguments", "parameters")
+_ABOUT_THE_CALL = ("id", "type", "index")  # other members beside the name are arguments, where there are none elsewhere
 _BETWEEN_CALLS = " \t\r\n,;}])`"  # what separates calls, and brackets that are one too many
 
 
@@ -118,6 +119,7 @@ class _Call:
         self._names, self._arguments_needed, self._end = names, arguments_needed, end
         self._name: str | None = None
         self._early: list[str] | None = None  # arguments that precede the name
+        self._beside: list[str] = []  # members beside the name
         self._started = False
 
     def read(self) -> Generator[None, str, bool]:
@@ -162,7 +164,7 @@ class _Call:
         if self._name is None or (self._arguments_needed and self._early is None):
             raise NotACallError
         self._start()
-        self._emit_arguments("".join(self._early or ["{}"]))
+        self._emit_arguments("".join(self._early or ["{", ", ".join(self._beside), "}"]))
 
     def _member(self, key: str, char: str) -> Parsing:
         if key == "name" and self._name is None:
@@ -172,8 +174,12 @@ class _Call:
             if self._names is not None and name not in self._names:
                 raise NotACallError
             self._name = name
-        elif key not in _ARGUMENTS or self._started or self._early is not None:
+        elif self._started or self._early is not None:
             yield from self._json.value(char, lambda text: None)
+        elif key not in _ARGUMENTS:
+            value = yield from self._value(char)
+            if key not in _ABOUT_THE_CALL:
+                self._beside.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
         elif char == "{":
             if self._name is None:
                 self._early = []

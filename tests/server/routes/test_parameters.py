@@ -4,12 +4,14 @@ import json
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 
 import httpx
 import pytest
 
 from jaxpaged.core.config import DEFAULT_MODEL
+from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.server.protocol.body import Body
 from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionRequest
@@ -271,6 +273,67 @@ def test_structures_that_cannot_be_are_refused_before_anything_runs(http: httpx.
 # Extremes
 
 
+
+KINDS: dict[str, type[Body]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest,
+                                "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+LONG = "one two three four five six seven eight nine ten " * 4
+TOOL_CALL: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}}}], "max_tokens": 40}
+FIRST_WORDS = [*QUESTION, {"role": "assistant", "content": "The capital"}]
+# Field -> the rest of a request, and two values for the field with different answers.
+EFFECTS: dict[str, dict[str, tuple[dict[str, Any], Any, Any]]] = {
+    "/v1/completions": {
+        "prompt": ({}, "a", STORY), "echo": ({}, False, True), "return_token_ids": ({}, False, True),
+        "logprobs": ({}, None, 1), "stream": ({}, False, True),
+        "stream_options": ({"stream": True}, {}, {"include_usage": True}),
+        "request_id": ({}, "a", "b"), "cache_salt": ({"prompt": LONG}, None, "a"),
+        "truncate_prompt_tokens": ({"prompt": LONG}, None, 2),
+        **{name: ({}, None, value) for name, value in {
+            "response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}, "guided_json": {},
+            "guided_regex": "[0-9]", "guided_choice": ["a"], "guided_grammar": 'start: "a"', "guided_json_object": True,
+        }.items()}},
+    "/v1/chat/completions": {
+        "messages": ({}, QUESTION, ABOUT_PARIS), "logprobs": ({}, False, True),
+        "top_logprobs": ({"logprobs": True}, 0, 1), "max_completion_tokens": ({}, 1, 2),
+        "tool_choice": (TOOL_CALL, "none", "required"),
+        "add_generation_prompt": ({}, True, False),
+        "continue_final_message": ({"messages": FIRST_WORDS, "add_generation_prompt": False}, False, True)},
+    "/tokenize": {
+        "prompt": ({}, "a", STORY), "messages": ({}, QUESTION, ABOUT_PARIS),
+        "return_token_strs": ({"prompt": "a"}, False, True),
+        "add_generation_prompt": ({"messages": QUESTION}, True, False),
+        "continue_final_message": ({"messages": FIRST_WORDS, "add_generation_prompt": False}, False, True)},
+    "/detokenize": {"tokens": ({}, [5], [6])},
+}
+# Fields that this server or its model gives no effect, and the tests that show it.
+ELSEWHERE = {"priority": "test_server_odd.py", "add_special_tokens": "routes/test_tokenizers.py",
+             "include_reasoning": "routes/test_chat.py", "parallel_tool_calls": "routes/test_chat.py",
+             "tools": "routes/test_chat.py", "chat_template_kwargs": "routes/test_chat.py"}
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_every_field_besides_sampling_has_an_effect(http: httpx.Client, path: str) -> None:
+    kind, cases = KINDS[path], EFFECTS[path]
+    sampling = {item.name for item in fields(SamplingParams)} - cases.keys()
+    shared = COMMON.keys() if kind is ChatCompletionRequest else set()
+    known = kind.model_fields.keys() - shared - sampling - {"model"}
+    assert known == cases.keys() | (ELSEWHERE.keys() & known), "a field has no case"
+    few = {"max_tokens": 3, "temperature": 0} if "max_tokens" in kind.model_fields else {}
+
+    def has_effect(name: str) -> bool:
+        more, one, other = cases[name]
+        body = {**({} if path.endswith("tokenize") else BASE[kind]), **few, **more}
+        answers = []
+        for value in (one, *[one] * (name == "cache_salt"), other):  # twice, so that the prefix is cached
+            answer = http.post(path, json={**body, name: value})
+            assert answer.status_code == 200, f"{name}: {answer.text}"
+            answers.append(re.sub(r'"created":[0-9]+|cmpl-[0-9a-f]{32}', "", answer.text))
+        return answers[-2] != answers[-1]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [name for name, found in zip(cases, threads.map(has_effect, cases), strict=True) if not found] == []
+
+
 # Of these, the server of this file serves only some values that the table has, or long.
 _FIRST_ONLY = {"n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "priority", "tools", "tool_choice"}
 
@@ -284,9 +347,7 @@ def _sample(name: str, edges: Edges) -> list[tuple[bool, Any]]:
 
 def test_the_edges_of_every_field_over_http(server: LiveServer, http: httpx.Client) -> None:
     """A sample of the table that tests/server/protocol/test_parameter_edges.py goes through in process."""
-    asked = [(path, kind, name, good, value)
-             for path, kind in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatCompletionRequest),
-                                ("/tokenize", TokenizeRequest), ("/detokenize", DetokenizeRequest))
+    asked = [(path, kind, name, good, value) for path, kind in KINDS.items()
              for name, edges in TABLE[kind].items() if kind is CompletionRequest or name not in COMMON
              for good, value in _sample(name, edges)]
 
