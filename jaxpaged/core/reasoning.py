@@ -33,7 +33,7 @@ class ReasoningFormat:
         """
         begun, ended = turn.rfind(self.begin), turn.rfind(self.end)
         if begun > ended:
-            return ReasoningStart(self, "inside", _held(turn[begun + len(self.begin):], self.end))
+            return ReasoningStart(self, "inside", _held(turn[begun + len(self.begin):], self.end), opened=True)
         if ended >= 0:
             return ReasoningStart(self, "after")
         words = words.lstrip()
@@ -56,11 +56,13 @@ class ReasoningStart:
     Attributes:
         phase: before the reasoning, if there is any; inside it; or after it.
         held: end of the prompt that may turn out to be the first part of the next mark.
+        opened: the prompt has opened the reasoning.
     """
 
     format: ReasoningFormat
     phase: Phase
     held: str = ""
+    opened: bool = False
 
 
 def _held(text: str, mark: str) -> str:

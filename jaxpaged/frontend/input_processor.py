@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -195,7 +195,10 @@ class InputProcessor:
         stop_token_ids = eos.union(params.stop_token_ids or ())
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         self._check_token_ids(params)
-        grammar = self._answer_grammar(params, reasoning, text, ids, calls)
+        grammar = None
+        if params.structured_outputs is not None:
+            reasoning = self._start_of_form(reasoning)
+            grammar = self._answer_grammar(params.structured_outputs, reasoning, text, ids, calls)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
         if params.use_beam_search:
@@ -321,17 +324,27 @@ class InputProcessor:
             self._grammars.put(key, grammar, len(grammar.text))
         return grammar
 
-    def _answer_grammar(self, params: SamplingParams, reasoning: ReasoningStart | None, text: str | None,
-                        ids: Sequence[int], calls: OwnCalls | None) -> Grammar | None:
+    def _start_of_form(self, start: ReasoningStart | None) -> ReasoningStart | None:
+        """Where an answer begins that has a form: a model that knows no marks does not reason of itself."""
+        if start is None or start.opened or self._knows_marks:
+            return start
+        return replace(start, phase="before" if start.phase == "inside" else start.phase)
+
+    @cached_property
+    def _knows_marks(self) -> bool:
+        assert self._reasoning is not None
+        return self._needed_tokenizer("structured_outputs").knows_mark(self._reasoning.begin)
+
+    def _answer_grammar(self, wanted: StructuredOutputsParams, reasoning: ReasoningStart | None, text: str | None,
+                        ids: Sequence[int], calls: OwnCalls | None) -> Grammar:
         """What the output has to match: structured output or calls, behind the reasoning."""
-        wanted = params.structured_outputs
-        if wanted is None:
-            return None
         form = self.grammar(wanted)
         tokenizer = self._needed_tokenizer("structured_outputs")
         if reasoning is None and self._reasoning is not None:
             text = tokenizer.decode(ids, skip_special_tokens=False) if text is None else text
             reasoning = self._reasoning.start_of_text(text)
+        elif reasoning is not None and not (reasoning.opened or self._knows_marks):
+            reasoning = None
         own = None if calls is None else CallGrammar(self.grammar(calls.call), calls.format, calls.one)
         return answer_grammar(form, reasoning, tokenizer, space=wanted.is_json, calls=own)
 

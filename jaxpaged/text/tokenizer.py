@@ -110,6 +110,15 @@ class Tokenizer:
                 if token.startswith(mark) and not token[len(mark):].strip(_SPACES)))
         return found
 
+    def knows_mark(self, mark: str) -> bool:
+        """Whether the model has been made to write this mark: its chat template writes it, or the tokenizer has added
+        tokens that are or begin it."""
+        templates = self.hf.chat_template or ""
+        sources = templates.values() if isinstance(templates, dict) else [templates]
+        begins = (text.strip() for text in self._added)
+        return (bool(self.ids_of_mark(mark)) or any(mark in source for source in sources)
+                or any(len(text) > 1 and mark.startswith(text) for text in begins))
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to a text; several tokens may share the bytes of one character.
 

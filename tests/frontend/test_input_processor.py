@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.errors import ConfigError, ContextLengthError, RequestError
 from jaxpaged.core.messages import Grammar
+from jaxpaged.core.reasoning import REASONING_FORMATS
 from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
 from jaxpaged.frontend.input_processor import (
     MAX_GRAMMARS,
@@ -17,8 +18,9 @@ from jaxpaged.frontend.input_processor import (
     default_sampling_params,
 )
 from jaxpaged.frontend.output_processor import OutputProcessor
-from jaxpaged.text.tokenizer import load_tokenizer
-from tests.support.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
+from jaxpaged.text.structured_outputs import GrammarCompiler
+from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.tiny_tokenizers import TEMPLATE, byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
 
 TOKENIZER = wrap(sentencepiece_metadata())
 VOCAB = 400
@@ -276,3 +278,37 @@ def test_the_real_model(smollm2_path: Path) -> None:
         made.process("r", "a" * 10_000_000)
     with pytest.raises(ContextLengthError, match="tokens"):
         made.process("r", "word " * 9000)
+
+
+# Reasoning before structured output
+
+FORM = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), max_tokens=4)
+
+
+def grammar_of(tokenizer: Tokenizer, name: str, prompt: object = None, **more: Any) -> tuple[str, str | None]:
+    """The grammar of the answer to a chat, or to a text, and where the answer begins."""
+    made = InputProcessor(tokenizer, max_model_len=100, vocab_size=tokenizer.vocab_size,
+                          reasoning=REASONING_FORMATS[name])
+    chat = made.render_chat([{"role": "user", "content": "a"}], **more) if prompt is None else prompt
+    found = made.process("r", chat, FORM)
+    grammar = found.sequences[0].grammar
+    assert grammar is not None
+    return grammar.text, None if found.reasoning is None else found.reasoning.phase
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_a_model_that_knows_no_marks_answers_in_the_form_at_once(name: str) -> None:
+    plain = wrap(byte_level_metadata("qwen2", **{"tokenizer.chat_template": TEMPLATE}))
+    form = GrammarCompiler().grammar(StructuredOutputsParams(choice=["yes", "no"])).text
+    assert grammar_of(plain, name) == (form, "before")
+    # Unless its template or its tokens say otherwise.
+    begin, always = REASONING_FORMATS[name].begin, REASONING_FORMATS[name].always
+    for tokenizer in (wrap(byte_level_metadata("qwen2", **{
+            "tokenizer.chat_template": TEMPLATE + f"{{% if deep %}}{begin}{{% endif %}}"})),
+            TOKENIZER if begin == "<think>" else None):
+        if tokenizer is not None:
+            text, phase = grammar_of(tokenizer, name)
+            assert "thoughts" in text and phase == ("inside" if always else "before")
+    opened = wrap(byte_level_metadata("qwen2", **{"tokenizer.chat_template": TEMPLATE + begin}))
+    assert grammar_of(opened, name)[1] == "inside"
+    assert grammar_of(plain, name, f"So: {begin}")[0] != form and grammar_of(plain, name, "So:") == (form, None)
