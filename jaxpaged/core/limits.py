@@ -31,6 +31,7 @@ class Limits:
     # Structured outputs. Compiling them takes time and memory, some of it far out of proportion to their length.
     max_schema_chars: int = _limit(2**17, "characters of a JSON schema")
     max_schema_depth: int = _limit(64, "levels of a JSON schema")
+    max_schema_levels: int = _limit(512, "levels of a JSON schema with its references followed; each takes some stack")
     max_multiple_of: int = _limit(100_000, "remainders of a multipleOf in a JSON schema; each is a state")
     max_regex_chars: int = _limit(2**14, "characters of a regular expression")
     max_grammar_chars: int = _limit(2**16, "characters of a Lark or GBNF grammar")

@@ -22,7 +22,18 @@ class Disjointness:
 
     def all_disjoint(self, schemas: list[Any]) -> bool:
         """Whether no value fits two of these schemas."""
+        if any(map(_all_differ, self._telling_values(schemas))):
+            return True
         return all(self._disjoint(left, right, 0) for left, right in combinations(schemas, 2))
+
+    def _telling_values(self, schemas: list[Any]) -> Iterator[list[frozenset[Any] | None]]:
+        """The values that each schema names, and those of each property that the first of them requires."""
+        views = [[*self._joined(schema, 0)] for schema in schemas]
+        yield [next((found for view in each if (found := _values(view)) is not None), None) for each in views]
+        for name in {name for view in views[0] for name in view.get("required", ())}:
+            yield [next((found for view in each if view.get("type") == "object" and name in view.get("required", ())
+                         and isinstance(of_name := view.get("properties", {}).get(name), Mapping)
+                         and (found := _values(of_name)) is not None), None) for each in views]
 
     def _disjoint(self, left: Any, right: Any, depth: int) -> bool:
         self._steps += 1
@@ -69,6 +80,11 @@ class Disjointness:
             elif right.get("additionalProperties") is False and "patternProperties" not in right:
                 return True
         return False
+
+
+def _all_differ(values: list[frozenset[Any] | None]) -> bool:
+    known = [found for found in values if found is not None]
+    return len(known) == len(values) and sum(map(len, known)) == len(frozenset().union(*known))
 
 
 def _values(schema: Mapping[str, Any]) -> frozenset[Any] | None:

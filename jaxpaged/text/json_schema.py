@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.limits import Limits
+from jaxpaged.core.limits import Limits, check_at_most
 from jaxpaged.core.sampling_params import SchemaPart
 from jaxpaged.text.disjoint_schemas import Disjointness
 from jaxpaged.text.regex_constructs import translate_regex
 from jaxpaged.text.schema_formats import COMPILED_FORMATS, FORMAT_PATTERNS, INTEGER_FORMATS
 from jaxpaged.text.schema_numbers import bound, divisor, exact_number, have_common_multiple, num_remainders
+from jaxpaged.text.schema_recursion import depth, endless_definitions
 from jaxpaged.text.schema_refs import Document, Located, RefError
 
 _MAX_COUNT = 2**24  # more characters or items than any text has
@@ -147,8 +148,12 @@ class _Translator:
             name, found, scope = self._waiting.pop()
             definitions[name] = self._translate(found, scope)
         self._check_cycles(definitions)
+        for name in endless_definitions(definitions):
+            raise schema_error("a schema", definitions[name].place, "has only values without end: it requires itself")
         if not isinstance(root, SchemaNode):
             root = SchemaNode("#", False, {"anyOf": [root]})
+        check_at_most("structured_outputs", "levels of a JSON schema with its references followed",
+                      depth(root, definitions, children), self._limits.max_schema_levels)
         root["$defs"] = definitions
         self._result.root = root
         self._resolve_one_of(Disjointness(definitions))
@@ -246,7 +251,7 @@ class _Translator:
         try:
             schema.out[key] = self._constant(value)
         except _InexactError:
-            self._refuse(schema, key, "holds a number that a double cannot hold")
+            self._refuse(schema, key, "holds a number that cannot be written exactly")
 
     def _constant(self, value: Any) -> Any:
         """A value of JSON, with numbers as the compiler has to read them."""
@@ -424,13 +429,15 @@ class _Translator:
 
     def _check_cycles(self, definitions: Mapping[str, Any]) -> None:
         """Refuse references that lead back to themselves and describe nothing."""
+        checked: set[str] = set()
         for name in definitions:
             seen: set[str] = set()
-            while isinstance(node := definitions[name], SchemaNode) and node.keys() == {"$ref"}:
+            while name not in checked and isinstance(node := definitions[name], SchemaNode) and node.keys() == {"$ref"}:
                 if name in seen:
                     raise schema_error("$ref", node.place, "leads back to itself")
                 seen.add(name)
                 name = node["$ref"].removeprefix("#/$defs/")
+            checked |= seen
 
     def _resolve_one_of(self, disjointness: Disjointness) -> None:
         """Turn `oneOf` into `anyOf` where no value fits two of its schemas."""
@@ -462,7 +469,7 @@ class _Translator:
 
 
 class _InexactError(Exception):
-    """A number that a double cannot hold."""
+    """A number that the compiler cannot write."""
 
 
 def _is_anything(schema: Any) -> bool:

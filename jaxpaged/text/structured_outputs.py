@@ -230,6 +230,7 @@ def _depth(text: str) -> int:
 # What the compiler says of a schema, and how an error continues that names key and place.
 _WHY = {"nsatisfiable": "leaves no value that fits", "circular references": "is circular, with keywords beside it",
         "not disjoint": "may fit a name twice", "min/maxProperties": "cannot be met exactly with optional properties",
+        "too large": "is too large", "exceeded": "is too large",
         "lookarounds": "has an assertion inside of a pattern, which is not supported"}
 _REASON = "the schema, regular expression or grammar cannot be compiled: it is invalid, too large or not supported"
 

@@ -60,6 +60,8 @@ FIXED: list[tuple[str, str, dict[str, Any]]] = [
     ("max_schema_chars", TEXT, params(**structured(json={"type": "string", "description": "x" * 2**17}))),
     ("max_schema_depth", CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {
         "name": "x", "schema": nested_schema(65)}}}),
+    ("max_schema_levels", TEXT, params(**structured(json={"$ref": "#/$defs/0", "$defs": {
+        **{str(level): {"items": {"$ref": f"#/$defs/{level + 1}"}} for level in range(600)}, "600": {}}}))),
     ("max_multiple_of", TEXT, params(**structured(json={"type": "integer", "multipleOf": 100_003}))),
     ("max_regex_chars", TEXT, params(**structured(regex="a" * (2**14 + 1)))),
     ("max_grammar_chars", TEXT, params(**structured(grammar="start: " + '"a" ' * 2**14))),

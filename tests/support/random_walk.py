@@ -44,6 +44,8 @@ class RandomModel:
                 tokens = self._allowed(mask, self._drawn)
             if not len(tokens):  # the rest of a word, which the grammar wants as its tokenizer would cut it
                 tokens = self._allowed(mask, self._all)
+            if matcher.accepting and not len(tokens):
+                break
             assert len(tokens), f"nothing may follow {found!r}"
             token = int(chance.choice(tokens))
             found += self._bytes[token]

@@ -12,10 +12,11 @@ jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, the independe
 
 # Formats for which jsonschema itself wants further packages.
 CHECKER = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "regex", "uuid"])
-CHECKER.checks("date-time", ValueError)(lambda text: datetime.fromisoformat(text).tzinfo is not None)
-CHECKER.checks("time", ValueError)(lambda text: time.fromisoformat(text).tzinfo is not None)
-CHECKER.checks("uri", ValueError)(lambda text: urlsplit(text).scheme != "")
-CHECKER.checks("hostname", ValueError)(lambda text: all(0 < len(label) < 64 for label in text.split(".")))
+for _name, _check in {"date-time": lambda text: datetime.fromisoformat(text).tzinfo is not None,
+                      "time": lambda text: time.fromisoformat(text).tzinfo is not None,
+                      "uri": lambda text: urlsplit(text).scheme != "",
+                      "hostname": lambda text: all(0 < len(label) < 64 for label in text.split("."))}.items():
+    CHECKER.checks(_name, ValueError)(lambda value, check=_check: not isinstance(value, str) or check(value))
 
 
 def _multiple_of(validator: Any, divisor: Any, value: Any, schema: Any) -> Any:

@@ -47,6 +47,10 @@ TABLE: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
                           ["9223372036854775808", "-9223372036854775809"]),
     "a bound that no double is": ({"type": "integer", "maximum": 2**53 + 1}, [str(2**53)], [str(2**53 + 2)]),
     "a bound of very many digits": ({"type": "integer", "maximum": 10**300}, ["5", "-5"], ["0.5"]),
+    "numbers of many digits": ({"enum": [3.141592653589793, -3.589502809601739e-13]},
+                               ["3.141592653589793", "-0.0000000000003589502809601739"],
+                               ["3.1415926535897", "-0.00000000000035895028096017383"]),
+    "tiny bounds": ({"type": "number", "exclusiveMinimum": 5e-324, "maximum": 1}, ["0.5", "1"], ["0", "-1"]),
     "int32": ({"type": "integer", "format": "int32", "minimum": 0}, ["2147483647"], ["-1"]),
     "multipleOf": ({"type": "integer", "multipleOf": 7}, ["0", "49", "-14"], ["48", "1"]),
     "multipleOf with decimals": ({"type": "number", "multipleOf": 0.07, "minimum": -9, "maximum": 9}, ["0.14", "7",
@@ -111,6 +115,8 @@ TABLE: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
                             ['{"k": 1}', '{"k": 3}'], ['{"k": 4}', "{}"]),
     "oneOf by what is required": ({"oneOf": [shape({"a": {}}, "a", **CLOSED), shape({"b": {}}, "b", **CLOSED)]},
                                   ['{"a": 1}', '{"b": 1}'], ['{"a": 1, "b": 1}', "{}"]),
+    "oneOf of very many": ({"oneOf": [shape({"k": {"const": number}}, "k", **CLOSED) for number in range(500)]},
+                           ['{"k": 7}', '{"k": 499}'], ['{"k": 500}', "{}"]),
     "oneOf beside anyOf": ({"anyOf": [{"type": "integer"}, {"type": "string"}], "oneOf": [{"type": "string"}, {
         "type": "null"}]}, ['"a"'], ["1", "null"]),
     "never": ({"type": "array", "items": {"anyOf": [{"not": {}}, {"type": "null"}, False]}}, ["[null]", "[]"], ["[1]"]),
@@ -144,6 +150,8 @@ TABLE: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["{}"]),
     "dynamic refs": ({"$dynamicAnchor": "node", **shape({"next": {"$dynamicRef": "#node"}}, **CLOSED)},
                      ['{"next": {"next": {}}}'], ['{"next": 1}']),
+    "recursion that may end": (shape({"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "a", **CLOSED),
+                               ['{"a": {"a": null}}'], ['{"a": {}}']),
     "mutual recursion": ({"$ref": "#/$defs/tree", "$defs": {
         "tree": shape({"nodes": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "nodes", **CLOSED),
         "node": shape({"value": {"type": "number"}, "sub": {"$ref": "#/$defs/tree"}}, "value", **CLOSED)}},
@@ -184,6 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "digits beyond doubles": ('{"const": %s}' % ("9" * 5000), "const at # "),
     "a constant that no double is": ({"items": {"const": 2**53 + 1}}, "const at #/items "),
     "an enum that no double is": ({"enum": [0, [2**64 - 1]]}, "enum at # "),
+    "a constant of too many digits": ({"const": 1000000000000000.5}, "const at # "),
     "the lowest of 64 bits": ({"const": -2**63}, "const at # "),
     "minimum too high": ({"type": "integer", "minimum": 2**63}, "minimum at # "),
     "multipleOf of many digits": ({"multipleOf": 0.12345678912}, "multipleOf at # "),
@@ -202,6 +211,10 @@ REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
     "dynamic targets": ({"$dynamicRef": "#x", "$defs": {"a": {"$id": "a", "$dynamicAnchor": "x"}, "b": {
         "$dynamicAnchor": "x"}}}, "$dynamicRef at # "),
     "a circle beside others": (shape({"a": {"$ref": "#", "required": ["a"]}}), "$ref at #/properties/a "),
+    "endless objects": (shape({"a": {"$ref": "#"}}, "a"),
+        "a schema at # in the JSON schema has only values without end"),
+    "endless lists": ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {
+        "type": "array", "minItems": 1, "items": {"allOf": [{"$ref": "#/$defs/a"}]}}}}, "a schema at #/$defs/a "),
     "unknown type": ({"items": {"type": "wizard"}}, "type at #/items "), "no schema": ({"items": 3},
         "a schema at #/items "),
     "negative length": ({"minLength": -1}, "minLength at # "), "length of half": ({"maxItems": 1.5}, "maxItems at # "),

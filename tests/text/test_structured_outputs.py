@@ -189,6 +189,8 @@ def test_compiled_grammars_are_cached_up_to_their_bytes() -> None:
 
 @pytest.mark.parametrize(("limit", "wanted"), [
     ({"max_schema_chars": 20}, {"json": SCHEMA}), ({"max_schema_depth": 2}, {"json": SCHEMA}),
+    ({"max_schema_levels": 4}, {"json": {"$ref": "#/$defs/a", "$defs": {
+        "a": {"items": {"$ref": "#/$defs/b"}}, "b": {"items": {"type": "null"}}}}}),
     ({"max_regex_chars": 3}, {"regex": "abcd"}), ({"max_grammar_chars": 10}, {"grammar": 'start: "yes"'}),
     ({"max_choices": 1}, {"choice": ["a", "b"]}), ({"max_choices_chars": 3}, {"choice": ["ab", "cd"]}),
     ({"max_multiple_of": 12}, {"json": {"type": "number", "multipleOf": 0.13}}),

@@ -214,6 +214,59 @@ def test_what_is_refused(server: LiveServer, fields: dict[str, Any], param: str,
     assert answer.json()["error"]["param"] == param and len(answer.json()["error"]["message"]) < 300
 
 
+NAMED: Any = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}], ids=str)
+def test_a_function_without_parameters_is_called_with_none(client: openai.OpenAI, parameters: Any) -> None:
+    for choice in ("required", NAMED):
+        answer = ask(client, "words", tools=[tool(parameters)], tool_choice=choice, max_tokens=60,
+                     parallel_tool_calls=False)
+        [call] = answer.choices[0].message.tool_calls
+        assert call.function.name == "f" and json.loads(call.function.arguments) == {}
+
+
+UNIQUE = {"type": "object", "additionalProperties": False, "required": ["a/b"], "properties": {"a/b": {
+    "type": "array", "items": {"const": 1}, "uniqueItems": True, "maxItems": 2}}}
+
+
+def test_what_cannot_be_met_is_dropped_with_one_line_or_refused_where_strict(
+        client: openai.OpenAI, server: LiveServer) -> None:
+    for _ in range(2):
+        answer = ask(client, "words", tools=[tool(UNIQUE)], tool_choice=NAMED, max_tokens=60)
+        assert set(json.loads(answer.choices[0].message.tool_calls[0].function.arguments)["a/b"]) <= {1}
+    assert server.log.count("ignoring uniqueItems") == 1
+    strict = {"type": "function", "function": {"name": "g", "parameters": UNIQUE, "strict": True}}
+    for body, param, place in (
+            ({"tools": [tool(UNIQUE), strict], "tool_choice": "required"}, "tools",
+             "tools[1].function.parameters#/properties/a~1b"),
+            ({"response_format": {"type": "json_object", "schema": UNIQUE}}, "response_format", "#/properties/a~1b"),
+            ({"structured_outputs": {"json": UNIQUE}}, "structured_outputs", "#/properties/a~1b")):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HELLO, **body})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param
+        assert error["message"].startswith(f"uniqueItems at {place} ")
+
+
+def test_tools_that_share_names_of_definitions(client: openai.OpenAI) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": {
+        "$defs": {"Kind": {"const": name}}, "type": "object", "properties": {"kind": {"$ref": "#/$defs/Kind"}},
+        "required": ["kind"], "additionalProperties": False}}} for name in ("f", "g")]
+    for name in ("f", "g"):
+        answer = ask(client, "words", tools=tools, max_tokens=60, tool_choice={
+            "type": "function", "function": {"name": name}})
+        assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"kind": name}
+    answer = ask(client, "words", tools=tools, max_tokens=120, tool_choice="required", parallel_tool_calls=False)
+    [call] = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"kind": call.function.name}
+
+
+def test_a_form_that_other_parameters_exclude_is_an_error(server: LiveServer) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={
+        "prompt": "a", "allowed_token_ids": [0], "structured_outputs": {"regex": "[0-9]{3}"}})
+    assert answer.status_code == 500 and "allowed_token_ids" in answer.json()["error"]["message"]
+
+
 def test_continuing_the_last_message(client: openai.OpenAI) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "Just"}]  # as text it is the script's first token
     answer = client.chat.completions.create(model="m", messages=messages, temperature=0,
