@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,13 +73,21 @@ class CompiledProgram:
     command_buffers: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """A model cut to a few layers, and its programs."""
+
+    num_layers: int
+    programs: "ProgramSet"
+
+
 def compile_programs(
-    programs: "ProgramSet", names: Sequence["ProgramName"], jobs: int, small: Sequence["ProgramSet"] = ()
+    programs: "ProgramSet", names: Sequence["ProgramName"], jobs: int, small: Sequence["SmallModel"] = ()
 ) -> dict["ProgramName", CompiledProgram]:
     """Compile programs on several threads, with a progress bar and without caches, so that each can be stored.
 
     Args:
-        small: the same programs for models of one layer and of two, in which kernels are counted, for a GPU.
+        small: two models with the same kinds of layers, in whose programs kernels are counted, for a GPU.
     """
     import jax
     from tqdm import tqdm
@@ -105,18 +113,21 @@ def compile_programs(
     return {name: done[name] for name in names}
 
 
-def _count_kernels(small: Sequence["ProgramSet"], name: "ProgramName") -> tuple[float, int]:
+def _count_kernels(small: Sequence[SmallModel], name: "ProgramName") -> tuple[float, int]:
     """Number of kernels, per layer for a forward pass, and of command buffers."""
     from jaxpaged.execution import aot
 
     counts = []
-    for programs in small if name[0] == "forward" else small[-1:]:
+    for model in small if name[0] == "forward" else small[-1:]:
         with tempfile.TemporaryDirectory() as folder:
             # A second compilation: the dump folder would become part of the stored program.
-            programs.compile(name, aot.dump_options(Path(folder)))
+            model.programs.compile(name, aot.dump_options(Path(folder)))
             kinds = [thunk.kind for thunk in aot.thunks(Path(folder))]
         counts.append(sum(kind not in aot.BRACKETS for kind in kinds))
-    return counts[-1] - (counts[0] if len(counts) > 1 else 0), kinds.count("CommandBuffer")
+    buffers = kinds.count("CommandBuffer")
+    if len(counts) == 1:
+        return counts[0], buffers
+    return (counts[1] - counts[0]) / (small[1].num_layers - small[0].num_layers), buffers
 
 
 def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int, kernels: bool) -> None:
@@ -145,11 +156,13 @@ def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int
 
 def _small(
     config: EngineConfig, layout: "EngineLayout", model: "ModelSource", device: "DeviceInfo"
-) -> list["ProgramSet"]:
+) -> list[SmallModel]:
+    """One layer of each kind, and two: both have what layers of a kind share, once in a step."""
     from jaxpaged.engine.startup import programs_of
 
-    return [programs_of(config, layout, model.define(model.config.with_layers(layers), layout.partition), device,
-                        print_line) for layers in (1, 2)]
+    kinds = tuple(dict.fromkeys(model.config.layers))
+    return [SmallModel(len(layers), programs_of(config, layout, model.define(
+        replace(model.config, layers=layers), layout.partition), device, print_line)) for layers in (kinds, kinds * 2)]
 
 
 def table(compiled: dict["ProgramName", CompiledProgram]) -> list[str]:

@@ -179,9 +179,9 @@ class ProgramSet:
         return int(analysis.temp_size_in_bytes)
 
     def largest_temporaries(self) -> int:
-        """Bytes of the largest step's temporaries and of the sampling state between steps."""
+        """Bytes of the largest step's temporaries, and of the sampling state and block tables between steps."""
         size = self._shape.sizes[-1]
-        state = jax.tree.leaves(self.shapes.processors(self.shapes.slots))
+        state = jax.tree.leaves((self.shapes.processors(self.shapes.slots), self.shapes.table))
         names: list[ProgramName] = [("forward", size), ("sample_full", self._shape.samples_of(size)),
                                     ("prompt_logprobs", SCORED_ROWS)]
         with ThreadPoolExecutor(len(names)) as threads:  # on a GPU, seconds each

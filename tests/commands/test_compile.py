@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.startup import layout_of, model_of, programs_of
+from jaxpaged.execution.devices import select_device
 from jaxpaged.execution.gpu_targets import GPUS
+from tests.support.model_configs import with_windows
 from tests.support.tiny_llama import CONFIG, Reference, random_prompt, random_weights, write_model
 
 ARGS: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 2}
@@ -102,6 +106,18 @@ def test_a_store_of_something_else_is_refused_with_one_warning(model: Path, stor
     assert "another device, jaxlib (NVIDIA H200 there, cpu here)" in warning
 
 
+def test_a_store_is_for_the_same_windows_in_the_same_layers() -> None:
+    device = select_device("cpu")
+    config = EngineConfig(model="none", num_gpu_blocks_override=17)
+    source = model_of(config, CONFIG, "cpu")
+    keys = []
+    for windows in ((None, None), (None, 21), (21, None), (21, 21), (21, 37), (37, 21), (None, 37), (None, 21)):
+        windowed = replace(source, config=with_windows(source.config, windows))
+        layout = layout_of(config, windowed, device, print)
+        keys.append(json.dumps(programs_of(config, layout, layout.definition, device, print).key))
+    assert len(set(keys)) == 7 and keys[-1] == keys[1]
+
+
 @pytest.mark.parametrize("damage", ["cut", "missing", "empty folder", "no pickle", "not json"])
 def test_a_damaged_store_is_left_alone_with_one_warning(model: Path, store: Path, tmp_path: Path, damage: str,
                                                         caplog: pytest.LogCaptureFixture) -> None:
@@ -164,6 +180,21 @@ def test_the_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert forward[5] == "5" and int(forward[6]) >= 1, "two sums per layer and the embedding's"
     assert re.fullmatch(r"\d+ per layer", forward[4]) and 4 < int(forward[4].split()[0]) < 40
     assert rows["sample 2"][5] == "7"
+
+
+@pytest.mark.slow
+def test_a_layer_has_as_many_kernels_with_windows_in_others(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a second kind of layer adds once to a step is not counted as a layer's."""
+    pytest.importorskip("jax_plugins", reason="JAX's CUDA plugin is not installed")
+    windows = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 21,
+               "layer_types": ["full_attention", "sliding_attention"]}
+    found = []
+    for more in ((), ("--hf-overrides", json.dumps(windows))):
+        assert main([str(model / "config.json"), "--device", "h200", "--dtype", "bfloat16", *FLAGS, *more]) == 0
+        text = capsys.readouterr().out
+        assert ("KV groups keep all tokens" in text) == bool(more)
+        found.append([row[4] for name, row in table_of(text).items() if name.startswith("forward")])
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 @pytest.mark.parametrize("device", ["a100-80g", "a10"])

@@ -90,6 +90,26 @@ def test_published_sizes(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert eight["concurrent_requests"]["4096"] == (eight["num_blocks"] - 1) // (4096 // 16)
 
 
+def test_layers_with_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten layers keep everything, and fifty a window: blocks of one unit and of five, of ten layers' bytes each."""
+    config = PUBLISHED["Llama-3.1-8B"].config | {
+        "architectures": ["MistralForCausalLM"], "num_hidden_layers": 60, "sliding_window": 1024,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10}
+    file = write(tmp_path, config)
+    argv = (file, "--device", "h200", "--no-compile")
+    found = plan(capsys, *argv)
+    unit = 10 * 2 * 16 * 8 * 128 * 2
+    assert found["block_bytes"] == unit and found["kv_bytes_per_token"] == 6 * unit // 16 == 60 * 2 * 8 * 128 * 2
+    units = found["num_blocks"] - 1
+    for length, count in found["concurrent_requests"].items():
+        blocks = int(length) // 16
+        assert count == units // (blocks + 5 * min(blocks, 1024 // 16 + 1)), length
+    assert found["concurrent_requests"]["131072"] > 5 * units // (6 * 131072 // 16), "all of it is kept"
+    assert main(list(argv)) == 0
+    assert "KV groups keep all tokens in 1 unit per block; a window of 1,024 in 5 units per block" \
+        in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags", [
     {}, {"num_gpu_blocks_override": 77}, {"kv_cache_memory_bytes": 10**6}, {"block_size": 32, "max_num_seqs": 2},
     {"gpu_memory_utilization": 0.05, "max_num_batched_tokens": 2}], ids=str)

@@ -1,12 +1,12 @@
 """A model of three KV groups: the ids of float64 whatever the pool goes through, and no more blocks than a window."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.kv_groups import KVGroup
@@ -14,15 +14,23 @@ from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.llm import in_memory_model
+from jaxpaged.execution.model_runner import StepInFlight
 from jaxpaged.frontend.metrics import Metrics
-from jaxpaged.loading.checkpoint import open_checkpoint
-from jaxpaged.loading.weights import load_params
-from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
+from jaxpaged.scheduling.scheduler_output import REJECTED_TOKEN
 from jaxpaged.server.routes.engine_state import engine_state
-from tests.support.model_configs import with_windows
+from tests.support.sharded_process import run_cases
 from tests.support.tiny_engine import run
-from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
+from tests.support.tiny_llama import (
+    CONFIG,
+    ENGINE_ARGS,
+    VOCAB,
+    Reference,
+    load_with_windows,
+    random_prompt,
+    random_weights,
+    write_model,
+)
 
 # Two layers keep everything: two strips. A block of the window of 21 is a bundle of two units.
 WINDOWS = (None, 21, 37, 21, None, 21)
@@ -49,12 +57,7 @@ PROMPTS = {item.request_id: item.prompt_token_ids for item in REQUESTS}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, dict[Any, Any]]:
     """The module and its weights."""
-    checkpoint = open_checkpoint(write_model(tmp_path_factory.mktemp("groups") / "model", LAYERS))
-    family = find_family(LAYERS)
-    config = with_windows(family.config_from_hf(LAYERS), WINDOWS)
-    module = family.build(config, jnp.dtype(jnp.float32))
-    params = load_params(nnx.to_pure_dict(nnx.state(module)), family.weights, checkpoint, config=config)
-    return module, params
+    return load_with_windows(write_model(tmp_path_factory.mktemp("groups") / "model", LAYERS), WINDOWS)
 
 
 @pytest.fixture
@@ -88,16 +91,101 @@ def test_greedy_ids_are_those_of_float64(engines: Any, how: dict[str, Any]) -> N
         assert engine.stats().blocks_swapped_in > 0
 
 
+@pytest.mark.parametrize(("family", "changes", "windows", "blocks"), [
+    ("Mistral", {"sliding_window": 21}, (21, 21, 21, 21), 8),
+    ("Mistral", {"sliding_window": 21, "layer_types": ["full_attention", "sliding_attention"] * 2},
+     (None, 21, None, 21), 16),
+    ("Qwen2", {"sliding_window": 37, "use_sliding_window": True, "max_window_layers": 1}, (None, 37, 37, 37), 26)])
+def test_families_with_windows(tmp_path: Path, family: str, changes: dict[str, Any], windows: tuple[int | None, ...],
+                               blocks: int) -> None:
+    """From their configs, with prefix hits, forks, and too few blocks: preempted requests are swapped."""
+    config = CONFIG | {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(),
+                       "num_hidden_layers": len(windows)} | changes
+    engine = Engine(EngineConfig.from_kwargs(
+        model=str(write_model(tmp_path / "model", config)), **ENGINE_ARGS | {
+            "num_gpu_blocks_override": blocks, "max_num_batched_tokens": 7, "preemption_mode": "swap",
+            "swap_space": "0.01G"}))
+    assert [group.window for group in engine.info.kv_groups] == sorted(set(windows), key=lambda window: window or 0)
+    reference = Reference(config, random_weights(config), windows=windows)
+    for _ in range(2):  # the second time prefixes are there
+        ids, _ = run(engine, REQUESTS)
+        for name, found in ids.items():
+            assert reference.error(PROMPTS[name], found, 40) is None, name
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.blocks_swapped_in > 0
+    engine.shutdown()
+
+
+def test_proposed_tokens_change_no_id(engines: Any) -> None:
+    """Right and wrong tokens are proposed to two requests at a time; later pairs find the prefixes of earlier ones."""
+    engine = engines()
+    pairs = [REQUESTS[index : index + 2] for index in range(2, 8, 2)]
+    wanted = {name: ids for pair in pairs for name, ids in run(engine, pair)[0].items()}
+    engine.reset_prefix_cache()
+    scheduler = engine._scheduler
+    accepted = rejected = 0
+    for pair in pairs:
+        ids: dict[str, list[int]] = {item.request_id: [] for item in pair}
+        for item in pair:
+            engine.add_request(item)
+        in_flight: StepInFlight | None = None
+        for number in count():
+            if not (scheduler.has_unfinished() or in_flight):
+                break
+            for name, found in ids.items():
+                right = wanted[name][len(found) : len(found) + 2]
+                wrong = [(number + index) % 3 == 2 for index in range(len(right))]
+                scheduler.propose(name, [(token + off) % VOCAB for token, off in zip(right, wrong, strict=True)])
+            step = scheduler.schedule()
+            running = engine._runner.dispatch(step) if step.chunks else None
+            # Every other step is planned while the rows of the one before it are being computed.
+            for done in [in_flight] if number % 2 else [in_flight, running]:
+                if done is None:
+                    continue
+                sampled = done.sampled()
+                rejected += sampled.count(REJECTED_TOKEN)
+                accepted += done.step.num_proposed - sampled.count(REJECTED_TOKEN)
+                for delta in scheduler.update_from_output(done.step, sampled):
+                    ids[delta.request_id] += delta.token_ids
+                engine.check_integrity()
+            in_flight = running if number % 2 else None
+        for name, found in ids.items():
+            assert REFERENCE.error(PROMPTS[name], found, 40) is None, name
+    assert accepted > 20 and rejected > 20
+
+
 def test_a_prefix_is_reused_although_its_windows_have_moved_on(engines: Any) -> None:
     engine = engines()
     prompt = random_prompt(100, 3)
     run(engine, [request("first", prompt, 20)])
     ids, computed = run(engine, [request("second", prompt, 20)])
     assert computed == 100 - 96 + 19 and REFERENCE.error(prompt, ids["second"], 20) is None
-    # A prefix whose windows are gone is of no use: another text takes the windows' blocks, which were freed first.
     engine.reset_prefix_cache()
     ids, computed = run(engine, [request("third", prompt, 20)])
     assert computed == 100 + 19 and REFERENCE.error(prompt, ids["third"], 20) is None
+
+
+@pytest.mark.slow
+def test_two_devices_share_a_model_of_three_groups(tmp_path: Path) -> None:
+    """Prefix hits, forks, and a pool so small that requests are swapped; each device has half of every unit."""
+    windows = (None, 21, 37, 21)
+    config = LAYERS | {"num_hidden_layers": len(windows)}
+    requests = [*REQUESTS[3:8], *(replace(item, fork_of=item.fork_of and "5") for item in REQUESTS[8:])]
+    assert [item.choice for item in requests[5:]] == [0, 1, 2], "the choices are forked from number 5"
+    [result] = run_cases([{
+        "size": 2, "windows": windows,
+        "engine": {**ENGINE_ARGS, "model": str(write_model(tmp_path / "model", config)), "max_num_batched_tokens": 7,
+                   "num_gpu_blocks_override": 28, "preemption_mode": "swap", "swap_space": "0.01G"},
+        "requests": [(item.prompt_token_ids, {"temperature": 0}, 40, {"choice": item.choice, "fork_of": item.fork_of})
+                     for item in requests]}])
+    reference = Reference(config, random_weights(config), windows=windows)
+    for item, ids in zip(requests, result["ids"], strict=True):
+        assert reference.error(item.prompt_token_ids, ids, 40) is None, item.request_id
+    assert result["preemptions"] > 0 and result["swapped_in"] > 0
+    tokens = sum(len(item.prompt_token_ids) + 39 for item in requests)
+    assert result["computed"] < tokens - 2 * 45, "the forks have computed the prompt again"
+    strips, heads, size = 1, config["num_key_value_heads"], config["head_dim"]
+    assert result["pools"] == [28 * strips * 16 * heads * size * 2 * 4 // 2] * 2
 
 
 def test_a_request_never_holds_more_than_its_windows_and_a_chunk(engines: Any) -> None:
@@ -112,12 +200,14 @@ def test_a_request_never_holds_more_than_its_windows_and_a_chunk(engines: Any) -
 
 
 @pytest.mark.slow
-def test_32k_tokens_in_a_window_of_4k(tmp_path: Path) -> None:
-    """Every layer has the window, as Mistral's first version: the pool has room for no more than it needs."""
-    config = CONFIG | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096,
-                       "max_position_embeddings": 32768 + 64}
+@pytest.mark.parametrize(("family", "changes", "full"), [
+    ("Mistral", {}, 0), ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}, (32768 + 32) // 16)])
+def test_32k_tokens_in_a_window_of_4k(tmp_path: Path, family: str, changes: dict[str, Any], full: int) -> None:
+    """Every layer has the window, or one of two: the pool has room for no more than they need."""
+    config = CONFIG | {"model_type": family.lower(), "architectures": [f"{family}ForCausalLM"], "sliding_window": 4096,
+                       "max_position_embeddings": 32768 + 64} | changes
     group, budget = KVGroup(4096), 256
-    blocks = group.max_blocks(16, budget)
+    blocks = full + group.max_blocks(16, budget)
     engine = Engine(EngineConfig.from_kwargs(model=str(write_model(tmp_path / "model", config)), max_num_seqs=2,
                                              max_num_batched_tokens=budget, num_gpu_blocks_override=blocks + 1))
     prompt = random_prompt(32768, 5)

@@ -1,11 +1,13 @@
 """Metrics: vLLM's names, valid text, counters that never go down, one count per request."""
 
 import re
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxpaged.core.kv_groups import KVGroup
 from jaxpaged.core.messages import EngineInfo, EngineStats
 from jaxpaged.core.outputs import RequestMetrics
 from jaxpaged.frontend.metrics import Metrics
@@ -162,3 +164,12 @@ def test_the_log_line_comes_only_with_work() -> None:
     assert "prompt 4.0 tokens/s, generation 1.0 tokens/s, running 1, waiting 0" in line and "50.0 %" in line
     metrics.record_stats(EngineStats())
     assert metrics.log_line(1e9 + 20) is None
+
+
+def test_the_blocks_of_each_kv_group() -> None:
+    metrics = Metrics("m", replace(INFO, kv_groups=(KVGroup(), KVGroup(4096, 2))))
+    metrics.record_stats(EngineStats(group_blocks_used=(5, 8)))
+    text = metrics.exposition()[0].decode()
+    found = {sample.labels["window"]: sample.value for family in text_string_to_metric_families(text)
+             for sample in family.samples if sample.name == "jaxpaged:kv_group_blocks_used"}
+    assert found == {"all": 5, "4096": 8}

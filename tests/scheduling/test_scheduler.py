@@ -871,3 +871,23 @@ def test_a_prefix_is_found_although_its_first_blocks_have_left_the_window() -> N
     harness.add([*prompt, 1, 2, 3], 4)
     harness.drain()
     assert harness.device.num_computed - computed == 3 + 4 - 1
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_prefix_whose_window_is_gone_is_computed_again(evicted: bool) -> None:
+    """The group that keeps everything still has all of it: the blocks that a window has left are evicted first."""
+    harness = Harness(num_blocks=100, block_size=4, max_num_seqs=1, budget=16, model=plain_token,
+                      groups=(KVGroup(), KVGroup(8, 2)))
+    prompt = [number % 5 for number in range(100)]
+    first = harness.add(prompt, 4)
+    harness.drain()
+    if evicted:
+        harness.add([number % 7 + 6 for number in range(84)], 4)
+        harness.drain()
+    last_hash = harness.requests[first].block_hashes[47 // 4]
+    assert harness.pool.get_cached_block(last_hash, 0) is not None
+    assert (harness.pool.get_cached_block(last_hash, 1) is None) == evicted
+    computed = harness.device.num_computed
+    harness.add([*prompt[:48], 9, 9, 9], 4)
+    harness.drain()
+    assert harness.device.num_computed - computed == (0 if evicted else -48) + 48 + 3 + 4 - 1

@@ -38,6 +38,7 @@ LONGEST = (
     "engine/test_slow_prefill.py",
     "engine/test_swap.py",
     "server/routes/test_chat.py",
+    "engine/test_kv_groups.py",
     "engine/test_beam_search.py",
     "execution/test_gpu_sampler.py",
     "pallas_kernels/test_rotary_kv_write.py",

@@ -2,7 +2,8 @@
 
 `python -m tests.support.sharded_process` reads a list of cases from stdin as JSON, {"size", "engine", "requests"}, and
 prints a list of what each gave. Tests call `run_cases`. "collectives" lists kinds of programs whose collectives are
-wanted; with "update" the weights are replaced at the end.
+wanted; with "update" the weights are replaced at the end. "windows" gives each layer of the tiny model a sliding window
+or none. A request may end with more fields of its `EngineRequest`.
 """
 
 import json
@@ -32,17 +33,28 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
     from jaxpaged.core.messages import EngineRequest
     from jaxpaged.core.sampling_params import SamplingParams
     from jaxpaged.engine.engine import Engine
+    from jaxpaged.engine.llm import in_memory_model
+    from tests.support.tiny_llama import load_with_windows
 
     lines: list[str] = []
-    engine = Engine(EngineConfig.from_kwargs(tensor_parallel_size=case["size"], **case["engine"]), lines.append)
+    arguments = case["engine"]
+    in_memory = None
+    if "windows" in case:
+        in_memory = in_memory_model(load_with_windows(Path(arguments["model"]), case["windows"]))
+        arguments = arguments | {"model": "in-memory"}
+    engine = Engine(EngineConfig.from_kwargs(tensor_parallel_size=case["size"], **arguments), lines.append,
+                    model=in_memory)
     ids: dict[str, list[int]] = {}
     logprobs: dict[str, list[Any]] = {}
-    for number, (prompt, params, count) in enumerate(case["requests"]):
+    for number, (prompt, params, count, *more) in enumerate(case["requests"]):
         bias = {int(token): value for token, value in params.pop("logit_bias", {}).items()} or None
         engine.add_request(EngineRequest(str(number), tuple(prompt), SamplingParams(logit_bias=bias, **params), count,
-                                         seed=params.get("seed")))
+                                         seed=params.get("seed"), **(more[0] if more else {})))
+    computed = 0
     while engine.has_work():
-        for delta in engine.step().deltas:
+        outputs = engine.step()
+        computed += sum(outputs.stats.step_tokens)
+        for delta in outputs.deltas:
             assert delta.error is None, delta.error
             ids.setdefault(delta.request_id, []).extend(delta.token_ids)
             logprobs.setdefault(delta.request_id, []).extend(
@@ -54,6 +66,8 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
         "ids": [ids[str(number)] for number in range(len(case["requests"]))],
         "logprobs": [logprobs[str(number)] for number in range(len(case["requests"]))],
         "preemptions": engine.stats().num_preemptions,
+        "swapped_in": engine.stats().blocks_swapped_in,
+        "computed": computed,
         "compilations": [engine.stats().compilations, engine.info.num_programs],
         "plan": lines,
         "weights": _bytes_by_device(engine.params),

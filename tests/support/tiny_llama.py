@@ -15,14 +15,19 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from jaxpaged.loading.checkpoint import open_checkpoint
+from jaxpaged.loading.weights import load_params
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
 from tests.support import tiny_gguf
 from tests.support.live_server import write_tiny_model
+from tests.support.model_configs import with_windows
 from tests.support.sameness import compare_ids
 
 CONTEXT, VOCAB, EOS = 128, 257, 256
 CONFIG = {**tiny_gguf.CONFIG, "vocab_size": VOCAB, "eos_token_id": EOS, "max_position_embeddings": CONTEXT}
+
+BIASED = ("q_proj", "k_proj", "v_proj")
 
 # Few and small programs, compiled as far as a test uses them. Engines of the same sizes find them in the cache that all
 # tests share.
@@ -33,8 +38,12 @@ COMPILED_ARGS: dict[str, Any] = ENGINE_ARGS | {"enforce_eager": False}
 
 
 def random_weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 weights under Hugging Face names."""
+    """float32 weights under Hugging Face names; those of Qwen2 have biases."""
     weights = tiny_gguf.random_weights(config, seed)
+    if config.get("model_type") == "qwen2":
+        rng = np.random.default_rng(seed)
+        weights |= {name.replace("weight", "bias"): rng.standard_normal(len(tensor), np.float32) / 4
+                    for name, tensor in weights.items() if name.rpartition(".self_attn.")[2][:6] in BIASED}
     for name, tensor in weights.items():
         if "norm" in name:
             tensor += 1
@@ -58,6 +67,15 @@ def module_and_params(config: dict[str, Any] = CONFIG, seed: int = 0) -> tuple[T
     return module, jax.tree.map(lambda leaf: leaf, nnx.to_pure_dict(nnx.state(module)))
 
 
+def load_with_windows(folder: Path, windows: Sequence[int | None]) -> tuple[Transformer, dict[Any, Any]]:
+    """A checkpoint's module and float32 weights, with the sliding window of each layer, as no config of Llama has."""
+    checkpoint = open_checkpoint(folder)
+    family = find_family(checkpoint.config)
+    config = with_windows(family.config_from_hf(checkpoint.config), tuple(windows))
+    module = family.build(config, jnp.dtype(jnp.float32))
+    return module, load_params(nnx.to_pure_dict(nnx.state(module)), family.weights, checkpoint, config=config)
+
+
 @dataclass(frozen=True)
 class Reference:
     """The model in float64, one token after another."""
@@ -78,7 +96,7 @@ class Reference:
         for layer in range(config["num_hidden_layers"]):
             name = f"model.layers.{layer}."
             y = self._norm(x, name + "input_layernorm")
-            q, k, v = ((y @ self._weight(f"{name}self_attn.{part}_proj").T).reshape(count, -1, size) for part in "qkv")
+            q, k, v = (self._product(y, f"{name}self_attn.{part}_proj").reshape(count, -1, size) for part in "qkv")
             q, k = _rotate(q, turn), _rotate(k, turn)
             k, v = (np.repeat(self.stored(part), heads // kv_heads, axis=1) for part in (k, v))
             window = self.windows[layer] if self.windows else None
@@ -106,6 +124,9 @@ class Reference:
 
     def _weight(self, name: str) -> np.ndarray:
         return self.weights[f"{name}.weight"].astype(np.float64)
+
+    def _product(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x @ self._weight(name).T + self.weights.get(f"{name}.bias", 0)
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         mean = np.mean(x * x, axis=-1, keepdims=True)

@@ -1,5 +1,6 @@
 """The page at `/`, in a browser: chatting, stopping, the key, the picture of the block pool."""
 
+import json
 import re
 import shutil
 import time
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from jaxpaged.server.routes.engine_state import run_lengths
-from tests.support.live_server import ROOT, LiveServer
+from tests.support.live_server import ROOT, LiveServer, write_tiny_model
 from tests.support.scripted_model import write_scripted_model
 
 KEY = {"authorization": "Bearer sesame"}
@@ -316,3 +317,39 @@ def test_the_browser_had_nothing_to_complain_of(page: Page) -> None:
     lines = [entry["message"] for entry in page.browser.get_log("browser")]
     expected = ("status of 401", "status of 400", "willReadFrequently")  # the last one is about reading the canvas here
     assert not [line for line in lines if not any(word in line for word in expected)]
+
+
+def test_blocks_that_only_a_window_sees_are_drawn_paler(browser: Any, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    layers = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64,
+              "layer_types": ["full_attention", "sliding_attention"]}
+    with LiveServer(tmp_path / "log", str(model), "--hf-overrides", json.dumps(layers), "--num-gpu-blocks-override",
+                    "300", "--max-num-batched-tokens", "16", "--enforce-eager") as live:
+        live.wait_ready()
+        before = browser.current_window_handle
+        browser.switch_to.new_window("tab")
+        found = Page(browser)
+        browser.get(f"{live.url}/")
+        body = {"model": str(model), "prompt": "x" * 300, "max_tokens": 3500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=60):
+            found.wait(lambda: re.search(r"[2-9]\d for all tokens", found.text("#size")[0]))
+            text, owned, paler = browser.execute_script("""
+                const canvas = document.getElementById("pool"), pen = canvas.getContext("2d");
+                const data = pen.getImageData(0, 0, canvas.width, canvas.height).data;
+                const color = getComputedStyle(document.documentElement).getPropertyValue("--owned")
+                  .match(/[0-9a-f]{2}/g).map((hex) => parseInt(hex, 16)).join();
+                let owned = 0, paler = 0;
+                for (let index = 0; index < data.length; index += 4) {
+                  owned += data[index + 3] === 255 && [...data.slice(index, index + 3)].join() === color;
+                  paler += data[index + 3] > 100 && data[index + 3] < 160;
+                }
+                return [document.getElementById("size").textContent, owned, paler];""")
+            state = httpx.get(f"{live.url}/engine/state").json()
+        browser.close()
+        browser.switch_to.window(before)
+    match = re.search(r": (\d+) for all tokens, (\d+) for a window of 64$", text)
+    assert match, text
+    full, windowed = map(int, match.groups())
+    assert full >= 20 > windowed > 0
+    assert paler / owned == pytest.approx(windowed / full, rel=0.2)
+    assert [group["window"] for group in state["blocks"]["groups"]] == [None, 64]
