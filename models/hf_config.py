@@ -1,6 +1,5 @@
 """Read the fields that all families share from a checkpoint's config.json."""
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from jaxpaged.models.rope_tables import context_length, rope_config
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
+_MAX_LAYERS = 10_000
 # Where null has a meaning of its own; elsewhere it is the same as an absent key.
 _NULLABLE = ("eos_token_id", "head_dim", "num_key_value_heads", "sliding_window")
 
@@ -120,7 +120,7 @@ def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
     """
     if hf.get("sliding_window") is None or _size(hf, "sliding_window") >= _context(hf):
         return ()  # no token ever leaves it
-    layers = _size(hf, "num_hidden_layers")
+    layers = _num_layers(hf)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
     types = hf.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention"
@@ -134,11 +134,18 @@ def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
 
 def _layers(hf: dict[str, Any], windows: Sequence[int | None]) -> list[tuple[str, int | None]]:
     """Type and window of each layer."""
-    count = _size(hf, "num_hidden_layers")
+    count = _num_layers(hf)
     found = list(windows) or [None] * count
     kinds = ["full_attention" if window is None else "sliding_attention" for window in found]
     types = hf.get("layer_types")  # a window that no token leaves is none, but such a layer may be rotated otherwise
     return list(zip(types if isinstance(types, list) and len(types) == count else kinds, found, strict=True))
+
+
+def _num_layers(hf: dict[str, Any]) -> int:
+    count = _size(hf, "num_hidden_layers")
+    if count > _MAX_LAYERS:
+        raise CheckpointError(f"config.json: num_hidden_layers is {count}; at most {_MAX_LAYERS} are supported")
+    return count
 
 
 def _context(hf: dict[str, Any]) -> int:
@@ -154,7 +161,7 @@ def _flag(hf: dict[str, Any], name: str) -> bool:
 
 def _number(hf: dict[str, Any], name: str, default: float) -> float:
     value = default if hf.get(name) is None else hf[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
         raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
     return float(value)
 
@@ -163,6 +170,6 @@ def _size(hf: dict[str, Any], name: str, default: int | None = None) -> int:
     value = hf.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {name} must be a positive integer, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise CheckpointError(f"config.json: {name} must be a positive integer, not {value!r:.64}")
     return value

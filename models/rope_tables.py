@@ -17,6 +17,7 @@ _NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
+_MAX_NUMBER = 1e30  # JSON's integers have no end
 _KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "finetuned",
           *(name for names in _NUMBERS.values() for name in names)}
 
@@ -145,14 +146,14 @@ def _yarn_numbers(hf: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _number(numbers: dict[str, Any], name: str) -> float:
     value = numbers.get(name)
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or not -_MAX_NUMBER < value < _MAX_NUMBER:
         raise CheckpointError(f"config.json: {name} of the rotary scaling must be a number, not {value!r}")
     return float(value)
 
 
 def _positive(numbers: dict[str, Any], name: str) -> float:
     value = numbers.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _MAX_NUMBER:
         what = name if name == "rope_theta" else f"{name} of the rotary scaling"
         raise CheckpointError(f"config.json: {what} must be a positive number, not {value!r}")
     return float(value)

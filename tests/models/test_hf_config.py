@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from jaxpaged.core.config import EngineConfig
@@ -300,6 +302,25 @@ def test_what_transformers_reader_refuses_is_read() -> None:
 def test_a_value_of_the_wrong_type_is_named(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=key):
         read({"model_type": "qwen2", **SIZES, "use_sliding_window": True, "sliding_window": 16, key: value})
+
+
+ODD = (None, True, False, 0, 1, -1, 2**70, 10**400, 1.5, float("nan"), float("inf"), "x", "", [], {}, [1], ["a"],
+       [None], [{}], {"a": 1}, {"rope_type": 3}, {"type": ["x"]}, {"rope_type": "yarn", "factor": [1]},
+       {"full_attention": {}}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -1}, {"rope_theta": {}},
+       {"rope_type": "llama3"}, {"sliding_attention": None})
+KEYS = sorted({*NEUTRAL, *(key for family in FAMILIES.values() for key in family.defaults), "rope_scaling", "dtype",
+               "rope_parameters", "quantization_config", "original_max_position_embeddings"} - {"model_type"})
+
+
+@settings(max_examples=300)
+@given(name=st.sampled_from(sorted(FAMILIES)),
+       changes=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(ODD), min_size=1, max_size=3))
+def test_no_value_does_worse_than_an_error(name: str, changes: dict[str, Any]) -> None:
+    hf = {"model_type": FAMILIES[name].model_type, **SIZES, **changes}
+    try:
+        assert read(hf).num_layers <= 10_000
+    except CheckpointError as error:
+        assert any(key.removeprefix("rope_").removesuffix("_parameters") in str(error) for key in (*changes, "rotary"))
 
 
 # Quantized weights
