@@ -411,7 +411,8 @@ FAST_SLOW = {"llama.rope.scaling.yarn_beta_fast": 8.0, "llama.rope.scaling.yarn_
 @pytest.mark.parametrize(("metadata", "checkpoint", "times"), [
     (LENGTH, {"original_max_position_embeddings": 32}, 1.0),
     ({}, {}, 1.0),
-    (LENGTH | FAST_SLOW, {"original_max_position_embeddings": 32, "beta_fast": 8.0, "beta_slow": 2.0}, 1.0),
+    ({"llama.rope.scaling.original_context_length": 4096} | FAST_SLOW,
+     {"original_max_position_embeddings": 4096, "beta_fast": 8.0, "beta_slow": 2.0}, 1.0),
     (LENGTH | {"llama.rope.scaling.yarn_attn_factor": 1.5},
      {"original_max_position_embeddings": 32, "attention_factor": 1.5}, 1.0),
     (LENGTH | {"llama.rope.scaling.yarn_log_multiplier": 0.5},

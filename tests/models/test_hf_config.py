@@ -136,7 +136,7 @@ ROTARY: dict[str, dict[str, Any]] = {
     "null": {"rope_scaling": None, "rope_parameters": YARN},
     "old names": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "both names": {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4.0}},
-    "betas": {"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 2}},
+    "betas": {"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 2, "original_max_position_embeddings": 4096}},
     "null betas": {"rope_scaling": YARN | {"beta_fast": None, "beta_slow": None, "attention_factor": None}},
     "mscale": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
     "mscale alone": {"rope_scaling": YARN | {"mscale": 0.7}},
@@ -304,12 +304,13 @@ def test_a_value_of_the_wrong_type_is_named(key: str, value: Any) -> None:
         read({"model_type": "qwen2", **SIZES, "use_sliding_window": True, "sliding_window": 16, key: value})
 
 
-ODD = (None, True, False, 0, 1, -1, 2**70, 10**400, 1.5, float("nan"), float("inf"), "x", "", [], {}, [1], ["a"],
+ODD: tuple[Any, ...] = (
+       None, True, False, 0, 1, -1, 2**70, 10**400, 1.5, float("nan"), float("inf"), "x", "", [], {}, [1], ["a"],
        [None], [{}], {"a": 1}, {"rope_type": 3}, {"type": ["x"]}, {"rope_type": "yarn", "factor": [1]},
-       {"full_attention": {}}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -1}, {"rope_theta": {}},
-       {"rope_type": "llama3"}, {"sliding_attention": None})
-KEYS = sorted({*NEUTRAL, *(key for family in FAMILIES.values() for key in family.defaults), "rope_scaling", "dtype",
-               "rope_parameters", "quantization_config", "original_max_position_embeddings"} - {"model_type"})
+       {"full_attention": {}}, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -1},
+       {"rope_theta": {}}, {"rope_type": "llama3"}, {"sliding_attention": None})
+KEYS = sorted({*NEUTRAL, *(key for family in FAMILIES.values() for key in family.defaults), "rope_scaling",
+               "rope_parameters", "dtype", "quantization_config", "original_max_position_embeddings"} - {"model_type"})
 
 
 @settings(max_examples=300)

@@ -198,6 +198,8 @@ def test_a_class_without_rules_of_its_own_is_that_of_transformers(tmp_path: Path
     ("deepseek-v3", ["It", "'s", " ", "202", "4", " in", " ", " ABCß", "'LL", ",\n\n\n", " ok", "!!?)\n"]),
     ("deepseek-coder", ["It", "'", "s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'", "LL", ",", "\n", "\n", "\n",
                         " ok", "!!?)", "\n"]),
+    ("deepseek-llm", ["It", "'", "s", " ", "2024", " in", " ", " ABC", "ß", "'", "LL", ",", "\n", "\n", "\n", " ok",
+                      "!!?)", "\n"]),
     ("bloom", ["It's", " 2024", " in", " ", " ABCß'LL", ",\n\n\n", " ok", "!!?)\n"]),
     ("viking", ["It's", " ", "2", "0", "2", "4", " in", " ", " ABCß'LL", ",\n\n\n", " ok", "!!?)\n"]),
     ("seed-coder", ["It", "'s", " ", "2", "0", "2", "4", " in", " ", " ABCß", "'LL", ",", "\n\n\n", " ok", "!!?)",
