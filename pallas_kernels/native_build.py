@@ -7,17 +7,20 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.resources
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 _HEADER = "lanes.h"
 _COMPILERS = ("c++", "g++", "clang++")
@@ -34,11 +37,15 @@ class NativeKernel:
     targets: tuple[str, ...]
 
 
-def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = ()) -> str | None:
+def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = (),
+          check: Callable[[Path], None] = lambda library: None) -> str | None:
     """Compile the kernels into `folder`, unless they are there already, and register them.
+
+    A library that is damaged, or that `check` refuses, is compiled again, with a warning.
 
     Args:
         flags: more of them for the compiler, such as `-mno-avx512f`.
+        check: raises an exception for a library that must not be loaded.
 
     Returns:
         None if all can be used now, else the reason in one line.
@@ -49,7 +56,7 @@ def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = 
     try:
         version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=60).stdout
         with ThreadPoolExecutor() as threads:
-            jobs = [threads.submit(_library, folder, kernel, compiler, version, flags) for kernel in kernels]
+            jobs = [threads.submit(_library, folder, kernel, compiler, version, flags, check) for kernel in kernels]
             libraries = [job.result() for job in jobs]
         for kernel, library in zip(kernels, libraries, strict=True):
             _register(library, kernel.targets)
@@ -63,10 +70,12 @@ def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = 
     return None
 
 
-def _library(folder: Path, kernel: NativeKernel, compiler: str, version: bytes, flags: Sequence[str]) -> Path:
+def _library(folder: Path, kernel: NativeKernel, compiler: str, version: bytes, flags: Sequence[str],
+             check: Callable[[Path], None]) -> Path:
     """The kernel's library, compiled now if need be.
 
-    Its name changes with everything that it depends on: the home directory may serve many machines.
+    Its name changes with everything that it depends on, since the home directory may serve many machines, and ends with
+    a digest of its content.
     """
     native = importlib.resources.files("jaxpaged.pallas_kernels").joinpath("native")
     files = {name: native.joinpath(name).read_bytes() for name in (kernel.source, _HEADER)}
@@ -74,17 +83,31 @@ def _library(folder: Path, kernel: NativeKernel, compiler: str, version: bytes, 
     parts = (*files.values(), " ".join(command).encode(), version, importlib.metadata.version("jaxlib").encode(),
              _cpu())
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    library = folder / f"{Path(kernel.source).stem}-{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            for name, content in files.items():
-                Path(temporary, name).write_bytes(content)
-            code, made = Path(temporary, kernel.source), Path(temporary, "made.so")
-            command += ["-isystem", jax.ffi.include_dir(), str(code), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=_MAX_COMPILE_SECONDS)
-            os.replace(made, library)  # atomic: other processes may compile it now
+    name = f"{Path(kernel.source).stem}-{key}"
+    for library in sorted(folder.glob(f"{name}-*.so")):
+        try:
+            check(library)
+            if library.stem != f"{name}-{_digest(library)}":
+                raise OSError("it is damaged")
+            return library
+        except Exception as error:
+            logger.warning("%s is not used: %s; compiling it again", library, error)
+            library.unlink(missing_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        for source, content in files.items():
+            Path(temporary, source).write_bytes(content)
+        code, made = Path(temporary, kernel.source), Path(temporary, "made.so")
+        command += ["-isystem", jax.ffi.include_dir(), str(code), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, timeout=_MAX_COMPILE_SECONDS)
+        made.chmod(0o700)
+        library = folder / f"{name}-{_digest(made)}.so"
+        os.replace(made, library)  # atomic: other processes may compile it now
     return library
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
 def _cpu() -> bytes:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import gc
 import importlib.util
 import logging
 import os
@@ -128,7 +129,8 @@ class _Server:
         names = self._config.served_model_name or (config.model,)
         self._grammars = GrammarProcesses(timeout=self._config.structured_outputs_timeout)
         front = Front(config, info, files, name=names[0], make_grammar=self._grammars.grammar,
-                      tool_calls=TOOL_CALL_FORMATS.get(self._config.tool_call_parser or "", PLAIN_CALLS))
+                      tool_calls=TOOL_CALL_FORMATS.get(self._config.tool_call_parser or "", PLAIN_CALLS),
+                      lazy_logprobs=True)
         self._metrics = front.metrics
         self._client.serve(info, front)
         helpers = [processes.fault for processes in (self._templates, self._grammars) if processes is not None]
@@ -164,6 +166,9 @@ class _Server:
             server_header=False, timeout_keep_alive=self._config.keep_alive_timeout,
             timeout_graceful_shutdown=CLOSE_SECONDS,
             ssl_keyfile=self._config.ssl_keyfile, ssl_certfile=self._config.ssl_certfile))
+        # The objects of the start are permanent: walking through them again would hold up all streams for a while.
+        gc.collect()
+        gc.freeze()
         statistics = None if self._config.disable_log_stats else asyncio.create_task(_log_statistics(self._metrics))
         await self._http.serve([self._listener])
         if statistics is not None:

@@ -52,6 +52,10 @@ class Limits:
     max_request_id_chars: int = _limit(128, "characters of request_id; a longer X-Request-Id is not sent back")
     max_cache_salt_chars: int = _limit(1024, "characters of cache_salt")
     max_detokenize_tokens: int = _limit(2**20, "ids in a request to /detokenize")
+    max_answer_tokens: int = _limit(2**22, "tokens that an answer may hold at once: max_tokens unless it is streamed, "
+                                           "and an echoed prompt, for all choices and prompts")
+    max_answer_logprobs: int = _limit(2**20, "log probabilities that an answer may hold at once: for each of its "
+                                             "tokens 1 plus the alternatives")
     max_unread_tokens: int = _limit(2**18, "tokens and their alternatives that a client may leave unread before its "
                                            "stream fails")
 

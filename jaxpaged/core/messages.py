@@ -4,8 +4,10 @@ One batch goes each way per step. The engine sees token ids and stop ids; text, 
 front end. Times are seconds of `time.monotonic()`, which all processes of one machine share.
 """
 
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 from jaxpaged.core.kv_groups import UNBOUNDED, KVGroup
 from jaxpaged.core.outputs import FinishReason
@@ -100,6 +102,63 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Log probabilities at many positions, of equally many alternatives each.
+
+    They are kept in arrays, which are sent in a hundredth of the time of as many objects; each position becomes an
+    object only when it is read.
+    """
+
+    __slots__ = ("_count", "_ids", "_logprobs", "_ranks", "_values")
+
+    def __init__(self) -> None:
+        self._count = 0  # of alternatives
+        self._logprobs, self._values = array("d"), array("d")
+        self._ranks, self._ids = array("q"), array("q")
+
+    def extend(self, found: Iterable[TokenLogprobs]) -> None:
+        """Add positions at the end."""
+        if isinstance(found, PackedLogprobs):
+            self._take_count(found._count)
+            for mine, other in zip(self._arrays(), found._arrays(), strict=True):
+                mine.extend(other)
+            return
+        for item in found:
+            self._take_count(len(item.top))
+            self._logprobs.append(item.logprob)
+            self._ranks.append(item.rank)
+            self._ids.extend([number for number, _ in item.top])
+            self._values.extend([value for _, value in item.top])
+
+    def truncate(self, length: int) -> None:
+        """Drop all positions from this one on."""
+        del self._logprobs[length:], self._ranks[length:]
+        del self._ids[length * self._count :], self._values[length * self._count :]
+
+    def _take_count(self, count: int) -> None:
+        assert count == self._count or not self, "all positions have equally many alternatives"
+        self._count = count
+
+    def _arrays(self) -> tuple["array[Any]", ...]:
+        return self._logprobs, self._ranks, self._ids, self._values
+
+    def __len__(self) -> int:
+        return len(self._logprobs)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TokenLogprobs, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(len(self))))
+        first = range(len(self))[index] * self._count
+        top = zip(self._ids[first : first + self._count], self._values[first : first + self._count], strict=True)
+        return TokenLogprobs(self._logprobs[index], self._ranks[index], tuple(top))
+
+
 class TokenDelta(NamedTuple):
     """New tokens of one sequence, with finish_reason if it has ended.
 
@@ -120,7 +179,7 @@ class TokenDelta(NamedTuple):
     scheduled_time: float | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     embedding: tuple[float, ...] | None = None
 
 

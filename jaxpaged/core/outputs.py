@@ -1,5 +1,6 @@
 """Outputs of requests: frozen values with the fields of vLLM's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,7 +59,7 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None = None
-    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text_offsets: tuple[int, ...] = ()
@@ -73,7 +74,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...] = field(default_factory=tuple)
     finished: bool = False
-    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     embedding: tuple[float, ...] | None = None

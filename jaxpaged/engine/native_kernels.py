@@ -1,9 +1,13 @@
 """Chooses the parts of a step that run in native CPU kernels, by the flags and by what can be built here."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import jax.numpy as jnp
 
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
+from jaxpaged.core.trusted_files import UntrustedFileError, check_trusted, make_private
 from jaxpaged.engine.planning import Report
 from jaxpaged.execution.step_functions import NativeKernels
 from jaxpaged.loading.hub import cache_dir
@@ -29,7 +33,7 @@ def choose_native(
         report("XLA computes attention, more slowly than the native kernel would, which reads no 8-bit pages")
     linear = _wanted("--cpu-linear", config.cpu_linear, platform, {"--dtype": dtype})
     kernels = [native_attention.KERNEL] * attention + [native_linear.KERNEL] * linear
-    failure = native_build.build(cache_dir() / "native", kernels) if kernels else None
+    failure = _build(cache_dir() / "native", kernels) if kernels else None
     if failure is None:
         return NativeKernels(attention, linear)
     for flag, value in (("--cpu-attention", config.cpu_attention), ("--cpu-linear", config.cpu_linear)):
@@ -38,6 +42,14 @@ def choose_native(
     parts = " and ".join(["attention"] * attention + ["linear layers"] * linear)
     report(f"XLA computes {parts}, more slowly than native kernels would: {failure}")
     return NativeKernels()
+
+
+def _build(folder: Path, kernels: Sequence[native_build.NativeKernel]) -> str | None:
+    try:
+        make_private(folder)
+    except (OSError, UntrustedFileError) as error:
+        return f"libraries are not loaded from {folder}: {error}"
+    return native_build.build(folder, kernels, check=check_trusted)
 
 
 def _wanted(flag: str, value: str, platform: str, dtypes: dict[str, jnp.dtype]) -> bool:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
+from jaxpaged.core.trusted_files import UntrustedFileError, make_private
 from jaxpaged.engine.mosaic_check import choose_gpu_attention
 from jaxpaged.engine.native_kernels import choose_native
 from jaxpaged.engine.planning import (
@@ -87,7 +88,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     began = time.monotonic()
     device = select_device(config.device, config.tensor_parallel_size,
                            config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
-    _enable_compilation_cache()
+    _enable_compilation_cache(report)
     model = _from_memory(in_memory) if in_memory else _from_checkpoint(config, device)
     on_cpu = device.platform == "cpu"
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
@@ -264,8 +265,14 @@ def _settle(pool: jax.Array) -> None:
         move_zeros_to_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
 
 
-def _enable_compilation_cache() -> None:
+def _enable_compilation_cache(report: Report) -> None:
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+        folder = cache_dir() / "compiled"
+        try:
+            make_private(folder)  # programs are code
+        except (OSError, UntrustedFileError) as error:
+            report(f"compiled programs are not cached: {error}")
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

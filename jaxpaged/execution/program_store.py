@@ -1,24 +1,26 @@
 """A directory of programs compiled ahead of time, perhaps on a machine without the device they are for.
 
 JAX's own persistent cache needs each program traced and lowered before it can be found, and what was compiled without
-the device is not found at all. Here a program is found by what it was made from. Loading a store runs its code
-with the rights of the process: use no store from an untrusted source.
+the device is not found at all. Here a program is found by what it was made from.
+
+Programs are machine code that runs with the rights of the process: a store is used only if nobody else can write it,
+and reading it runs nothing.
 """
 
 import hashlib
 import importlib.metadata
 import json
-import pickle
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 
 import jaxpaged
 from jaxpaged.core.errors import first_line
+from jaxpaged.core.trusted_files import UntrustedFileError, read_trusted
+from jaxpaged.execution import program_format
 
 _MANIFEST = "store.json"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax")
@@ -59,11 +61,10 @@ class ProgramStore:
         """
         file = self._file(name)
         try:
-            content = file.read_bytes()
+            content = read_trusted(file)
             if hashlib.sha256(content).hexdigest() != _manifest(self._folder)["programs"][file.name]:
                 raise StoreError(f"{file} is damaged")
-            payload, in_tree, out_tree = pickle.loads(content)
-            return serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
+            return program_format.from_bytes(content, devices)
         except StoreError:
             raise
         except Exception as error:  # the system's, pickle's and the runtime's share no base
@@ -71,15 +72,17 @@ class ProgramStore:
 
     def save(self, programs: Mapping[tuple[str, int], jax.stages.Compiled], num_blocks: int) -> int:
         """Write all programs, the manifest last; the bytes written."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         digests, total = {}, 0
         for name, compiled in programs.items():
-            content = pickle.dumps(serialize_executable.serialize(compiled))
+            content = program_format.to_bytes(compiled)
             self._file(name).write_bytes(content)
+            self._file(name).chmod(0o644)
             digests[self._file(name).name] = hashlib.sha256(content).hexdigest()
             total += len(content)
         manifest = {"key": self._key, "num_blocks": num_blocks, "programs": digests}
         (self._folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (self._folder / _MANIFEST).chmod(0o644)
         return total
 
     def _file(self, name: tuple[str, int]) -> Path:
@@ -115,9 +118,11 @@ def digest(value: object) -> str:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / _MANIFEST).read_bytes())
+        found = json.loads(read_trusted(folder / _MANIFEST))
     except FileNotFoundError:
         raise StoreError(f"{folder} holds no {_MANIFEST}") from None
+    except UntrustedFileError as error:
+        raise StoreError(f"programs are not loaded from {folder}: {error}") from None
     except (OSError, ValueError) as error:
         raise StoreError(f"{folder / _MANIFEST} cannot be read: {error}") from None
     if not isinstance(found, dict):

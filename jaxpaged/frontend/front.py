@@ -74,6 +74,7 @@ class Front:
         name: of the model in the metrics; None for the engine's.
         tool_calls: how the model writes tool calls.
         make_grammar: compiles structured outputs; None to do it in this process.
+        lazy_logprobs: see `OutputProcessor`.
 
     Attributes:
         inputs: makes requests for the engine.
@@ -83,7 +84,8 @@ class Front:
 
     def __init__(self, config: EngineConfig, info: EngineInfo, files: TextFiles, *, name: str | None = None,
                  tool_calls: ToolCallFormat = PLAIN_CALLS,
-                 make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None) -> None:
+                 make_grammar: Callable[[StructuredOutputsParams], Grammar] | None = None,
+                 lazy_logprobs: bool = False) -> None:
         self._tokenizer = files.tokenizer
         self.default_params = files.default_params
         eos = self._tokenizer.eos_token_ids.union(info.eos_token_ids) if self._tokenizer else info.eos_token_ids
@@ -95,7 +97,7 @@ class Front:
             make_grammar=make_grammar)
         self.metrics = Metrics(name or info.model, info, kv_cache_dtype=config.kv_cache_dtype,
                                prefix_caching=config.enable_prefix_caching)
-        self._outputs = OutputProcessor(self._tokenizer)
+        self._outputs = OutputProcessor(self._tokenizer, lazy_logprobs)
 
     @property
     def tokenizer(self) -> Tokenizer:

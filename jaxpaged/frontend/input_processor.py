@@ -154,7 +154,8 @@ class InputProcessor:
     def process(self, request_id: str, prompt: object, params: SamplingParams | None = None, *,
                 add_special_tokens: bool = True, lower_max_tokens: bool = False, arrival_time: float | None = None,
                 priority: int = 0, cache_salt: str | None = None,
-                truncate_prompt_tokens: int | None = None, calls: OwnCalls | None = None) -> ProcessedRequest:
+                truncate_prompt_tokens: int | None = None, calls: OwnCalls | None = None,
+                max_output: int | None = None) -> ProcessedRequest:
         """Turn one prompt into requests for the engine.
 
         Args:
@@ -169,6 +170,7 @@ class InputProcessor:
             cache_salt: prefixes are shared only with requests of the same salt.
             truncate_prompt_tokens: keep only that many tokens, the last ones; -1 for as many as the context holds.
             calls: what the output may consist of in place of its structured output.
+            max_output: a bound for a max_tokens that is not given.
 
         Raises:
             RequestError: the prompt or a parameter cannot be used; `param` names the field.
@@ -191,6 +193,8 @@ class InputProcessor:
             text = self._tokenizer.decode(ids, skip_special_tokens=False) if self._tokenizer else None
         self._context.check_prompt(len(ids), "prompt", min_output)
         max_tokens = self._context.resolve_max_tokens(len(ids), params.max_tokens, lower=lower_max_tokens)
+        if params.max_tokens is None and max_output is not None:
+            max_tokens = min(max_tokens, max_output)
         eos = frozenset() if params.ignore_eos else self._eos
         stop_token_ids = eos.union(params.stop_token_ids or ())
         bad_word_ids = self._bad_word_ids(params.bad_words or ())

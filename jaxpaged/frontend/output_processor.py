@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.messages import TokenDelta, TokenLogprobs
+from jaxpaged.core.messages import PackedLogprobs, TokenDelta, TokenLogprobs
 from jaxpaged.core.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.frontend.lazy_logprobs import LazyLogprobs, LazyPromptLogprobs
 from jaxpaged.text.detokenizer import IncrementalDetokenizer
 from jaxpaged.text.stop_strings import StopStrings
 from jaxpaged.text.tokenizer import Tokenizer
@@ -70,10 +71,14 @@ class OutputProcessor:
     or a stop token is the last of the token ids and no part of the text, unless it is one of `stop_token_ids` and
     `include_stop_str_in_output` is set. A stop string that is a special token's text ends the text at that token, even
     where special tokens are skipped.
+
+    Args:
+        tokenizer: None where only ids are wanted.
+        lazy_logprobs: make log probabilities only where they are read; for outputs of kind DELTA or FINAL_ONLY.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, lazy_logprobs: bool = False) -> None:
+        self._tokenizer, self._lazy_logprobs = tokenizer, lazy_logprobs
         self._requests: dict[str, _RequestState] = {}
         self._sequences: dict[str, tuple[_RequestState, _Choice]] = {}
 
@@ -100,7 +105,8 @@ class OutputProcessor:
         ids = sequence_ids(request_id, params.num_sequences)
         engine_params = params.for_engine()
         for index, sequence_id in enumerate(ids):
-            choice = _Choice(index, sequence_id, engine_params, tokenizer, request.prompt_token_ids)
+            choice = _Choice(index, sequence_id, engine_params, tokenizer, request.prompt_token_ids,
+                             self._lazy_logprobs)
             request.choices.append(choice)
             self._sequences[sequence_id] = request, choice
         self._requests[request_id] = request
@@ -160,9 +166,11 @@ class OutputProcessor:
         if delta.embedding is not None:
             request.embedding = delta.embedding
         if delta.prompt_logprobs and request.prompt_logprobs is None:
-            tokens = request.prompt_token_ids[1:]
-            request.prompt_logprobs = (None, *(choice.logprob_entry(token, found) for token, found in zip(
-                tokens, delta.prompt_logprobs, strict=True)))
+            ids, found = request.prompt_token_ids[1:], delta.prompt_logprobs
+            if self._lazy_logprobs:
+                request.prompt_logprobs = LazyPromptLogprobs(LazyLogprobs(ids, found, choice.logprob_entry))
+            else:
+                request.prompt_logprobs = (None, *map(choice.logprob_entry, ids, found))
         if delta.finish_reason is None and choice.finish_reason is not None:
             done.to_abort.append(choice.sequence_id)
         if delta.finish_reason == "error":
@@ -194,7 +202,7 @@ class _RequestState:
     last_token_time: float | None = None
     finished_time: float | None = None
     finish_reason: FinishReason | None = None
-    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     embedding: tuple[float, ...] | None = None
 
     @property
@@ -269,7 +277,7 @@ class _Choice:
     """
 
     def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
-                 prompt_token_ids: Sequence[int]) -> None:
+                 prompt_token_ids: Sequence[int], lazy_logprobs: bool) -> None:
         self.index = index
         self.sequence_id = sequence_id
         self.num_tokens = 0
@@ -292,6 +300,7 @@ class _Choice:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
+        self._packed = PackedLogprobs() if lazy_logprobs else None  # instead
         self._text_offsets: list[int] = []
         self.has_new_output = False
 
@@ -346,8 +355,11 @@ class _Choice:
     def _add_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids
             self._cumulative_logprob += found.logprob
-            self._logprobs.append(self.logprob_entry(token_id, found))
-        hidden = len(self._logprobs) - len(self._text_offsets)
+            if self._packed is None:
+                self._logprobs.append(self.logprob_entry(token_id, found))
+        if self._packed is not None:
+            self._packed.extend(logprobs[: len(ids)])
+        hidden = len(self._token_ids) - len(self._text_offsets)
         self._text_offsets += [self._text_length] * hidden
 
     def logprob_entry(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
@@ -385,10 +397,16 @@ class _Choice:
         output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
                                   stop_reason=self._stop_reason)
         if self._wants_logprobs:
-            output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=tuple(self._logprobs),
+            output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=self._entries(),
                              text_offsets=tuple(self._text_offsets))
         self._texts = [text] if whole else []
         if not whole:
             self._token_ids, self._logprobs, self._text_offsets = [], [], []
+            self._packed = None if self._packed is None else PackedLogprobs()
         self.has_new_output = False
         return output
+
+    def _entries(self) -> Sequence[dict[int, Logprob]]:
+        if self._packed is None:
+            return tuple(self._logprobs)
+        return LazyLogprobs(tuple(self._token_ids), self._packed, self.logprob_entry)

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jaxpaged.core.messages import EngineRequest, TokenLogprobs
+from jaxpaged.core.messages import EngineRequest, PackedLogprobs
 
 
 class StructuredOutputMatcher(Protocol):
@@ -121,7 +121,7 @@ class Request:
     full_sampling: bool = False
     scored: bool = False
     matcher: StructuredOutputMatcher | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     pooled: list[float] = field(default_factory=list)
     predicted_length: int = 0
 

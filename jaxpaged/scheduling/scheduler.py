@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from jaxpaged.core.kv_groups import KVGroup
-from jaxpaged.core.messages import EngineRequest, TokenDelta, TokenLogprobs
+from jaxpaged.core.messages import EngineRequest, PackedLogprobs, TokenDelta, TokenLogprobs
 from jaxpaged.core.outputs import FinishReason
 from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.families import Branch, Families
@@ -155,8 +155,8 @@ class Scheduler:
             if isinstance(values, PooledTokens):
                 request.pool_tokens(values.start, values.values)
                 continue
-            del request.prompt_logprobs[values.start :]  # a preempted prompt starts again
-            request.prompt_logprobs += values.values
+            request.prompt_logprobs.truncate(values.start)  # a preempted prompt starts again
+            request.prompt_logprobs.extend(values.values)
         if proposed:
             self._take_back(proposed, rows, sampled)
         ended = RequestStatus.FINISHED_STOPPED
@@ -183,8 +183,8 @@ class Scheduler:
             if logprob is not None and delta.token_ids:
                 delta = delta._replace(logprobs=(logprob,))
             if request.prompt_logprobs:
-                delta = delta._replace(prompt_logprobs=tuple(request.prompt_logprobs))
-                request.prompt_logprobs = []
+                delta = delta._replace(prompt_logprobs=request.prompt_logprobs)
+                request.prompt_logprobs = PackedLogprobs()
             if request.message.pooling is not None:
                 delta = delta._replace(embedding=request.embedding())
             deltas.append(delta)

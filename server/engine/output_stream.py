@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpaged.core.errors import JaxpagedError
 from jaxpaged.core.outputs import CompletionOutput, RequestOutput
+from jaxpaged.frontend.lazy_logprobs import join_logprobs
 
 _MAX_UNMERGED = 64  # unread parts of a request; merging each one on arrival would take quadratic time
 
@@ -137,7 +138,7 @@ def merge_outputs(parts: Sequence[RequestOutput]) -> RequestOutput:
     return replace(parts[-1], outputs=tuple(
         replace(deltas[-1], text="".join(delta.text for delta in deltas),
                 token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-                logprobs=None if deltas[-1].logprobs is None else tuple(
-                    entry for delta in deltas for entry in delta.logprobs or ()),
+                logprobs=None if deltas[-1].logprobs is None else join_logprobs(
+                    delta.logprobs or () for delta in deltas),
                 text_offsets=tuple(offset for delta in deltas for offset in delta.text_offsets))
         for _, deltas in sorted(choices.items())))

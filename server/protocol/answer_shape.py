@@ -1,12 +1,12 @@
 """The JSON of OpenAI's answers, whole and streamed."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxpaged.core.outputs import CompletionOutput, RequestOutput
 from jaxpaged.server.protocol.error_answers import to_json
-from jaxpaged.server.protocol.logprob_shapes import LogprobShape, prompt_entries
+from jaxpaged.server.protocol.logprob_shapes import LogprobShape, prompt_parts
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int,
@@ -99,39 +99,47 @@ class AnswerShape:
         """The chunk that reports the usage, after all choices."""
         return f"data: {to_json({**self._chunk, 'choices': [], 'usage': totals}).decode()}\n\n"
 
-    def whole(self, outputs: list[RequestOutput], totals: dict[str, Any],
-              messages: Sequence[tuple[dict[str, Any], str | None]] = ()) -> bytes:
-        """The whole answer; choices in prompt-major order.
+    def whole(self, outputs: Sequence[RequestOutput], totals: dict[str, Any],
+              messages: Sequence[tuple[dict[str, Any], str | None]] = ()) -> Iterator[bytes]:
+        """The whole answer, in parts of bounded size; choices in prompt-major order.
 
         Args:
             messages: message and finish reason of each choice of a chat that was parsed.
         """
-        choices: list[dict[str, Any]] = []
-        for output in outputs:
-            for choice in output.outputs:
-                item: dict[str, Any] = {"index": len(choices)}
-                reason: str | None = choice.finish_reason
-                if messages:
-                    item["message"], reason = messages[len(choices)]
-                elif self._chat:
-                    item["message"] = {"role": "assistant", "content": choice.text}
-                else:
-                    item["text"] = choice.text
-                logprobs = self._logprobs.choice_logprobs(choice) if self._logprobs is not None else None
-                item |= {"logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stop_reason}
-                if self._token_ids:
-                    item["token_ids"] = choice.token_ids
-                if self._token_ids and not self._chat:
-                    item["prompt_token_ids"] = output.prompt_token_ids
-                if self._prompt_logprobs and not self._chat:
-                    item["prompt_logprobs"] = prompt_entries(output.prompt_logprobs)
-                choices.append(item)
-        extra: dict[str, Any] = {}
+        yield to_json(self._whole)[:-1] + b',"choices":['
+        pairs = [(output, choice) for output in outputs for choice in output.outputs]
+        for index, (output, choice) in enumerate(pairs):
+            if index:
+                yield b","
+            yield from self._choice(index, output, choice, messages[index] if messages else None)
+        yield b'],"usage":' + to_json(totals)
         if self._chat and self._prompt_logprobs:
-            extra["prompt_logprobs"] = prompt_entries(outputs[0].prompt_logprobs)
+            yield b',"prompt_logprobs":'
+            yield from prompt_parts(outputs[0].prompt_logprobs)
         if self._chat and self._token_ids:
-            extra["prompt_token_ids"] = outputs[0].prompt_token_ids
-        return to_json({**self._whole, "choices": choices, "usage": totals, **extra})
+            yield b',"prompt_token_ids":' + to_json(outputs[0].prompt_token_ids)
+        yield b"}"
+
+    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput,
+                parsed: tuple[dict[str, Any], str | None] | None) -> Iterator[bytes]:
+        item: dict[str, Any] = {"index": index}
+        message, reason = parsed or ({"role": "assistant", "content": choice.text}, choice.finish_reason)
+        item |= {"message": message} if self._chat else {"text": choice.text}
+        yield to_json(item)[:-1] + b',"logprobs":'
+        if self._logprobs is None:
+            yield b"null"
+        else:
+            yield from self._logprobs.parts(choice)
+        item = {"finish_reason": reason, "stop_reason": choice.stop_reason}
+        if self._token_ids:
+            item["token_ids"] = choice.token_ids
+        if self._token_ids and not self._chat:
+            item["prompt_token_ids"] = output.prompt_token_ids
+        yield b"," + to_json(item)[1:-1]
+        if self._prompt_logprobs and not self._chat:
+            yield b',"prompt_logprobs":'
+            yield from prompt_parts(output.prompt_logprobs)
+        yield b"}"
 
 
 _quote = json.JSONEncoder(ensure_ascii=False).encode

@@ -1,9 +1,11 @@
 """Log probabilities as JSON of OpenAI's two endpoints."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.core.outputs import CompletionOutput, Logprob
+from jaxpaged.server.protocol.error_answers import to_json
+from jaxpaged.server.protocol.json_parts import json_list
 from jaxpaged.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks
@@ -33,36 +35,47 @@ class LogprobShape:
         """The `logprobs` object of a choice, or of the part of it in a chunk; None without tokens."""
         if not choice.logprobs:
             return None
+        return {name: list(values) for name, values in self._lists(choice).items()}
+
+    def parts(self, choice: CompletionOutput) -> Iterator[bytes]:
+        """The `logprobs` object of a choice as JSON, in parts."""
+        if not choice.logprobs:
+            yield b"null"
+            return
+        before = b"{"
+        for name, values in self._lists(choice).items():
+            yield before + to_json(name) + b":"
+            yield from json_list(values)
+            before = b","
+        yield b"}"
+
+    def _lists(self, choice: CompletionOutput) -> dict[str, Iterator[Any]]:
         if self._chat:
             return {"content": self._content(choice)}
-        return self.completion(choice.token_ids, choice.logprobs, choice.text_offsets)
-
-    def completion(self, ids: Iterable[int], logprobs: Iterable[Mapping[int, Logprob] | None],
-                   offsets: Iterable[int]) -> dict[str, Any]:
-        """The lists of a completion; the first token of an echoed prompt has no entry."""
-        pairs = list(zip(ids, logprobs, strict=True))
+        ids, logprobs = choice.token_ids, choice.logprobs
+        assert logprobs is not None and len(ids) == len(logprobs), "each token has log probabilities"
         return {
-            "tokens": [self._token_text(token) for token, _ in pairs],
-            "token_logprobs": [_finite(entry[token].logprob) if entry else None for token, entry in pairs],
-            "top_logprobs": [self._by_text(entry) if entry else None for _, entry in pairs],
-            "text_offset": list(offsets),
+            "tokens": map(self._token_text, ids),
+            # The first token of an echoed prompt has none.
+            "token_logprobs": (_finite(entry[token].logprob) if entry else None
+                               for token, entry in zip(ids, logprobs, strict=True)),
+            "top_logprobs": (self._by_text(entry) if entry else None for entry in logprobs),
+            "text_offset": iter(choice.text_offsets),
         }
 
-    def _content(self, choice: CompletionOutput) -> list[dict[str, Any]]:
+    def _content(self, choice: CompletionOutput) -> Iterator[dict[str, Any]]:
         assert choice.logprobs is not None
-        content = []
-        for token, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+        last = choice.token_ids[-1]
+        hides_last = choice.finish_reason == "stop" and (
+            last in self._eos or (last == choice.stop_reason and not self._keep_stop))
+        for number, (token, entry) in enumerate(zip(choice.token_ids, choice.logprobs, strict=True), 1):
             item = self._item(token, entry[token].logprob)
-            if self._skip_special and self._tokenizer.is_special(token):
+            if (self._skip_special and self._tokenizer.is_special(token)) or (
+                    hides_last and number == len(choice.token_ids)):
                 item["bytes"] = []
             best = sorted((other for other in entry.items()), key=lambda pair: pair[1].rank or 0)
             item["top_logprobs"] = [self._item(other, found.logprob) for other, found in best[:self._count]]
-            content.append(item)
-        last = choice.token_ids[-1]
-        hidden = last in self._eos or (last == choice.stop_reason and not self._keep_stop)
-        if choice.finish_reason == "stop" and hidden:
-            content[-1]["bytes"] = []
-        return content
+            yield item
 
     def _item(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self._token_text(token), "logprob": _finite(logprob),
@@ -83,13 +96,15 @@ class LogprobShape:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def prompt_entries(logprobs: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: log probability, rank and text of each prompt token and its alternatives, by id."""
+def prompt_parts(logprobs: Sequence[Mapping[int, Logprob] | None] | None) -> Iterator[bytes]:
+    """vLLM's `prompt_logprobs` as JSON, in parts: log probability, rank and text of each prompt token and its
+    alternatives, by id.
+    """
     if logprobs is None:
-        return None
-    return [None if entry is None else {
+        return iter((b"null",))
+    return json_list(None if entry is None else {
         str(token): {"logprob": _finite(item.logprob), "rank": item.rank, "decoded_token": item.decoded_token}
-        for token, item in entry.items()} for entry in logprobs]
+        for token, item in entry.items()} for entry in logprobs)
 
 
 def _finite(logprob: float) -> float:

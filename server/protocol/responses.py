@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxpaged.core.errors import EngineDeadError, UnavailableError
 from jaxpaged.server.protocol.error_answers import error_json
+
+PIECE_BYTES = 2**18  # of a large body
 
 
 @contextlib.contextmanager
@@ -49,6 +51,29 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._close()
+
+
+class JsonParts(Response):
+    """An answer with a JSON body that may be large; it is written bit by bit, as fast as the client reads."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        super().__init__(media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, parts)))
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        rest = iter(self._parts)
+        while True:
+            piece = bytearray()
+            for part in rest:
+                piece += part
+                if len(piece) >= PIECE_BYTES:
+                    break
+            else:
+                await send({"type": "http.response.body", "body": bytes(piece)})
+                return
+            await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
 
 
 def json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

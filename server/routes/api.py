@@ -40,6 +40,7 @@ from jaxpaged.server.protocol.requests import (
 )
 from jaxpaged.server.protocol.responses import EventStream, json_response, on_disconnect
 from jaxpaged.server.protocol.structure import structured_outputs_field
+from jaxpaged.server.routes.answer_size import check_answer_size, max_output_tokens
 from jaxpaged.server.routes.echo import Echo
 from jaxpaged.server.routes.embedding_route import EmbeddingRequest, embedding_answer
 from jaxpaged.server.routes.engine_state import engine_state
@@ -181,7 +182,9 @@ class Api:
             prompt = self._inputs.render_chat(messages, tools=use.tools, **template_options(body),
                                               may_be_long=body.truncate_prompt_tokens is not None)
             with body.naming_fields():
-                return self._inputs.process(request_id, prompt, params, **body.prompt_options, calls=calls)
+                return self._inputs.process(
+                    request_id, prompt, params, **body.prompt_options, calls=calls,
+                    max_output=None if body.stream else max_output_tokens(params, 1, LIMITS))
 
         def make_parser(prepared: ProcessedRequest) -> ChoiceParser:
             start, token_bytes = prepared.reasoning, self._tokenizer.token_bytes
@@ -250,7 +253,17 @@ class Api:
                     except RequestError as error:
                         of_tools = any(part.name.startswith("tools") for part in wanted.schema_parts)
                         raise error.with_param("tools" if of_tools else structured_outputs_field(body)) from None
-                requests = await self._submit(stream, prepare, ordinal, prompts)
+                echo = Echo(self._tokenizer, logprobs=params.logprobs is not None) if body.echoes else None
+
+                def finish_preparing(requests: Sequence[ProcessedRequest]) -> None:
+                    with body.naming_fields():
+                        check_answer_size(requests, params, LIMITS, stream=bool(body.stream), echo=echo is not None,
+                                          prompt_ids=bool(body.return_token_ids),
+                                          prompt_logprobs=body.prompt_logprobs is not None)
+                    if echo is not None:
+                        echo.read_prompts(requests)
+
+                requests = await self._submit(stream, prepare, ordinal, prompts, finish_preparing)
                 if self.config.enable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", ordinal,
                                 sum(len(item.prompt_token_ids) for item in requests), params_text(params))
@@ -262,7 +275,6 @@ class Api:
                     model=body.model or self.names[0], num_choices=len(requests) * params.n,
                     token_ids=bool(body.return_token_ids), logprobs=self._logprob_shape(chat, params),
                     prompt_logprobs=body.prompt_logprobs is not None)
-                echo = Echo(self._tokenizer, logprobs=params.logprobs is not None) if body.echoes else None
                 pending = PendingCompletion(stream, requests, params.n, shape, make_parser=make_parser,
                                             finish_reason=finish_reason, echo=echo)
                 if not body.stream:
@@ -274,9 +286,11 @@ class Api:
         return EventStream(events, lambda: self._client.close(stream))
 
     async def _submit(self, stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
-                      prompts: Sequence[object]) -> list[ProcessedRequest]:
+                      prompts: Sequence[object],
+                      finish_preparing: Callable[[Sequence[ProcessedRequest]], None] = lambda requests: None
+                      ) -> list[ProcessedRequest]:
         requests: list[ProcessedRequest] = await self._run_in_thread(
-            stream, self._threads, _prepare_all, stream, prepare, ordinal, prompts)
+            stream, self._threads, _prepare_all, stream, prepare, ordinal, prompts, finish_preparing)
         self._client.submit(stream, requests)
         return requests
 
@@ -333,10 +347,12 @@ class Api:
 
 
 def _prepare_all(stream: OutputStream, prepare: Callable[[str, object], ProcessedRequest], ordinal: str,
-                 prompts: Sequence[object]) -> list[ProcessedRequest]:
+                 prompts: Sequence[object], finish_preparing: Callable[[Sequence[ProcessedRequest]], None]
+                 ) -> list[ProcessedRequest]:
     requests = []
     for index, prompt in enumerate(prompts):
         if stream.closed:  # the client has disconnected
             break
         requests.append(prepare(f"{ordinal}-{index}", prompt))
+    finish_preparing(requests)
     return requests

@@ -1,10 +1,12 @@
 """`echo`: each choice of a completion starts with the prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from jaxpaged.core.outputs import CompletionOutput, RequestOutput
+from jaxpaged.frontend.input_processor import ProcessedRequest
+from jaxpaged.frontend.lazy_logprobs import EchoedLogprobs
 from jaxpaged.text.detokenizer import IncrementalDetokenizer
 from jaxpaged.text.tokenizer import Tokenizer
 
@@ -18,7 +20,13 @@ class Echo:
 
     def __init__(self, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self._tokenizer, self._logprobs = tokenizer, logprobs
-        self._echoed: dict[tuple[str, int], int] = {}  # choice -> length of its prompt's text
+        self._prompts: dict[str, tuple[str, list[int]]] = {}  # request -> its prompt's text, and its tokens' offsets
+        self._echoed: set[tuple[str, int]] = set()  # choices
+
+    def read_prompts(self, requests: Iterable[ProcessedRequest]) -> None:
+        """Find the text of each prompt. This takes microseconds per token: run it beside the event loop."""
+        for request in requests:
+            self._prompts[request.request_id] = self._prompt_text(request.prompt_token_ids, request.prompt)
 
     def prepend_prompt(self, output: RequestOutput) -> RequestOutput:
         """The output with the prompt before the first part of each choice; later text offsets move by its length."""
@@ -26,18 +34,16 @@ class Echo:
 
     def _prepend_to(self, output: RequestOutput, choice: CompletionOutput) -> CompletionOutput:
         key = output.request_id, choice.index
-        ids = output.prompt_token_ids
+        text, offsets = self._prompts[output.request_id]
         if key in self._echoed:
-            length = self._echoed[key]
-            return replace(choice, text_offsets=tuple(offset + length for offset in choice.text_offsets))
-        text, offsets = self._prompt_text(ids, output.prompt)
-        self._echoed[key] = len(text)
-        choice = replace(choice, text=text + choice.text, token_ids=ids + choice.token_ids)
+            return replace(choice, text_offsets=tuple(offset + len(text) for offset in choice.text_offsets))
+        self._echoed.add(key)
+        choice = replace(choice, text=text + choice.text, token_ids=output.prompt_token_ids + choice.token_ids)
         if not self._logprobs or output.prompt_logprobs is None:
             return choice
         return replace(
             choice,
-            logprobs=(*(entry or {} for entry in output.prompt_logprobs), *(choice.logprobs or ())),
+            logprobs=EchoedLogprobs(output.prompt_logprobs, choice.logprobs or ()),
             text_offsets=(*offsets, *(offset + len(text) for offset in choice.text_offsets)))
 
     def _prompt_text(self, ids: Sequence[int], given: str | None) -> tuple[str, list[int]]:
@@ -48,9 +54,12 @@ class Echo:
             parts = self._token_texts(ids, 0, False)
             text = "".join(parts)
         else:  # the given text lacks what the tokenizer added: a first token, or every special token
-            readings = (self._token_texts(ids, unseen, skip) for unseen, skip in ((0, False), (1, False), (0, True)))
-            parts = min(readings, key=lambda parts: _distance("".join(parts), given))
-            text = given
+            parts, text = self._token_texts(ids, 0, False), given
+            for unseen, skip in ((1, False), (0, True)):
+                if "".join(parts) == given:
+                    break
+                other = self._token_texts(ids, unseen, skip)
+                parts = min(parts, other, key=lambda texts: _distance("".join(texts), given))
         ends = accumulate(map(len, parts[:-1]), initial=0)
         return text, [min(end, len(text)) for end in ends][:-1]
 

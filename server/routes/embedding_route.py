@@ -53,5 +53,6 @@ def embedding_answer(body: EmbeddingRequest, model: str, outputs: Sequence[Reque
                    if body.encoding_format == "base64" else vector)
         data.append({"object": "embedding", "index": index, "embedding": encoded})
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return to_json({"object": "list", "data": data, "model": model,
-                    "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+    rest = {"model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    # One at a time: other threads wait while JSON is written.
+    return b'{"object":"list","data":[%b],%b' % (b",".join(map(to_json, data)), to_json(rest)[1:])

@@ -1,6 +1,7 @@
 """Turns the outputs of one completion or chat into its answer, whole or streamed."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
@@ -11,10 +12,13 @@ from jaxpaged.frontend.input_processor import ProcessedRequest
 from jaxpaged.server.engine.output_stream import OutputStream, RequestFailedError, StreamClosedError
 from jaxpaged.server.protocol.answer_shape import AnswerShape, usage
 from jaxpaged.server.protocol.chat_answer import ChoiceParser, join_deltas
-from jaxpaged.server.protocol.responses import json_response, server_error
+from jaxpaged.server.protocol.responses import JsonParts, server_error
 from jaxpaged.server.routes.echo import Echo
+from jaxpaged.server.routes.turns import Turn
 
 _DONE = "data: [DONE]\n\n"
+SLICE_TOKENS = 64
+SLICE_CHARS = 1024
 _KEEP_ALIVE = ": keep-alive\n\n"  # an SSE comment, which clients ignore
 MakeParser = Callable[[ProcessedRequest], ChoiceParser]
 
@@ -44,18 +48,32 @@ class PendingCompletion:
     async def whole(self) -> Response:
         """The answer as one JSON object."""
         outputs = sorted(await self._stream.get_all(), key=lambda output: self._prompt_index[output.request_id])
+        turn = Turn()
         for output in outputs:
-            self._count_tokens(output)
+            for choice in output.outputs:
+                self._count_tokens(output, choice)
+                await self._take_turns(turn)
         if self._echo is not None:
             outputs = [self._echo.prepend_prompt(output) for output in outputs]
+        messages: list[tuple[dict[str, Any], str | None]] = []
         if self._parsers:
-            messages: list[tuple[dict[str, Any], str | None]] = []
             for choice in (choice for output in outputs for choice in output.outputs):
                 parser = self._parsers[len(messages)]
-                deltas = parser.add_text(choice.text, True)
+                deltas: list[dict[str, Any]] = []
+                for text, last in _slices_of_text(choice):
+                    deltas += parser.add_text(text, last)
+                    await self._take_turns(turn)
                 messages.append((join_deltas(deltas), self._finish_reason_of(parser, choice)))
-            return json_response(self._shape.whole(outputs, self._usage(), messages))
-        return json_response(self._shape.whole(outputs, self._usage()))
+        parts: list[bytes] = []
+        for part in self._shape.whole(outputs, self._usage(), messages):
+            parts.append(part)
+            await self._take_turns(turn)
+        return JsonParts(parts)
+
+    async def _take_turns(self, turn: Turn) -> None:
+        if turn.is_over:
+            await turn.start_next()
+            self._stream.check()  # the client may have left
 
     async def events(self, keep_alive: float | None, include_usage: bool,
                      continuous_usage: bool = False) -> AsyncIterator[str]:
@@ -77,12 +95,17 @@ class PendingCompletion:
                 if not outputs:
                     yield _KEEP_ALIVE
                     continue
+                turn = Turn()
                 for output in outputs:
-                    self._add_events(events, output, opened)
+                    for choice in output.outputs:
+                        self._count_tokens(output, choice)
                     unfinished -= output.finished
-                if continuous_usage:
-                    totals = self._usage()
-                    events = [self._shape.with_usage(event, totals) for event in events if event]
+                    for event in self._events_of(output, opened):
+                        events.append(self._shape.with_usage(event, self._usage()) if continuous_usage else event)
+                        if turn.is_over:
+                            yield "".join(events)
+                            events.clear()
+                            await turn.start_next()
                 if not unfinished:
                     if include_usage:
                         events.append(self._shape.usage_chunk(self._usage()))
@@ -94,40 +117,63 @@ class PendingCompletion:
         except (EngineDeadError, RequestFailedError) as error:
             yield f"data: {server_error(error).decode()}\n\n{_DONE}"
 
-    def _add_events(self, events: list[str], output: RequestOutput, opened: set[int]) -> None:
-        self._count_tokens(output)
+    def _events_of(self, output: RequestOutput, opened: set[int]) -> Iterator[str]:
         if self._echo is not None:
             output = self._echo.prepend_prompt(output)
-        shape, first = self._shape, self._prompt_index[output.request_id] * self._n
-        for choice in output.outputs:
-            index = first + choice.index
+        first = self._prompt_index[output.request_id] * self._n
+        for whole in output.outputs:
+            index = first + whole.index
             if index not in opened:
                 opened.add(index)
-                events.append(shape.first_chunk(index, output.prompt_token_ids))
-            parser = self._parsers.get(index)
-            reason: str | None = choice.finish_reason
-            if parser is None:
-                events.append(shape.text_chunk(index, choice))
-            else:
-                deltas = parser.add_text(choice.text, reason is not None)
-                events += shape.delta_chunks(index, deltas, choice)
-                reason = self._finish_reason_of(parser, choice)
-            if reason is not None:
-                events.append(shape.last_chunk(index, reason, choice.stop_reason))
+                yield from filter(None, [self._shape.first_chunk(index, output.prompt_token_ids)])
+            for choice in _slices(whole):
+                yield from filter(None, self._chunks_of(index, choice))
+
+    def _chunks_of(self, index: int, choice: CompletionOutput) -> Iterator[str]:
+        shape, parser = self._shape, self._parsers.get(index)
+        reason: str | None = choice.finish_reason
+        if parser is None:
+            yield shape.text_chunk(index, choice)
+        else:
+            for text, last in _slices_of_text(choice):
+                yield from shape.delta_chunks(index, parser.add_text(text, last), choice)
+                choice = replace(choice, token_ids=(), logprobs=None)  # they have been written
+            reason = self._finish_reason_of(parser, choice)
+        if reason is not None:
+            yield shape.last_chunk(index, reason, choice.stop_reason)
 
     def _finish_reason_of(self, parser: ChoiceParser, choice: CompletionOutput) -> str | None:
         return self._finish_reason if parser.called and choice.finish_reason == "stop" else choice.finish_reason
 
-    def _count_tokens(self, output: RequestOutput) -> None:
-        self._cached[self._prompt_index[output.request_id]] = output.num_cached_tokens
-        first = self._prompt_index[output.request_id] * self._n
-        for choice in output.outputs:
-            self._completion_tokens += len(choice.token_ids)
-            parser = self._parsers.get(first + choice.index)
-            if parser is not None and parser.reasoning_tokens is not None:
-                parser.reasoning_tokens.add_tokens(choice.token_ids, choice.finish_reason is not None)
+    def _count_tokens(self, output: RequestOutput, choice: CompletionOutput) -> None:
+        index = self._prompt_index[output.request_id]
+        self._cached[index] = output.num_cached_tokens
+        self._completion_tokens += len(choice.token_ids)
+        parser = self._parsers.get(index * self._n + choice.index)
+        if parser is not None and parser.reasoning_tokens is not None:
+            parser.reasoning_tokens.add_tokens(choice.token_ids, choice.finish_reason is not None)
 
     def _usage(self) -> dict[str, Any]:
         counts = [parser.reasoning_tokens.count for parser in self._parsers.values() if parser.reasoning_tokens]
         return usage(sum(len(request.prompt_token_ids) for request in self._requests), self._completion_tokens,
                      sum(self._cached), sum(counts) if counts else None)
+
+
+def _slices(choice: CompletionOutput) -> Iterator[CompletionOutput]:
+    """A choice with few log probabilities at a time; all of its text is in the first slice."""
+    count = len(choice.token_ids)
+    if not choice.logprobs or count <= SLICE_TOKENS:
+        yield choice
+        return
+    for first in range(0, count, SLICE_TOKENS):
+        last, part = first + SLICE_TOKENS >= count, slice(first, first + SLICE_TOKENS)
+        yield replace(choice, text="" if first else choice.text, token_ids=choice.token_ids[part],
+                      logprobs=choice.logprobs[part], text_offsets=choice.text_offsets[part],
+                      finish_reason=choice.finish_reason if last else None)
+
+
+def _slices_of_text(choice: CompletionOutput) -> Iterator[tuple[str, bool]]:
+    """A choice's text in slices, with whether it is the last of all."""
+    ended, size = choice.finish_reason is not None, len(choice.text)
+    for first in range(0, max(size, 1), SLICE_CHARS):
+        yield choice.text[first : first + SLICE_CHARS], ended and first + SLICE_CHARS >= size

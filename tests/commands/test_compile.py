@@ -3,6 +3,8 @@
 import hashlib
 import json
 import logging
+import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -118,7 +120,18 @@ def test_a_store_is_for_the_same_windows_in_the_same_layers() -> None:
     assert len(set(keys)) == 7 and keys[-1] == keys[1]
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "empty folder", "no pickle", "not json"])
+class Command:
+    """Runs a command when it is unpickled in the ordinary way."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self._command,)
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "empty folder", "no pickle", "not json", "command",
+                                    "command inside", "writable file", "writable folder"])
 def test_a_damaged_store_is_left_alone_with_one_warning(model: Path, store: Path, tmp_path: Path, damage: str,
                                                         caplog: pytest.LogCaptureFixture) -> None:
     broken = tmp_path / "broken"
@@ -133,13 +146,22 @@ def test_a_damaged_store_is_left_alone_with_one_warning(model: Path, store: Path
         broken.mkdir()
     elif damage == "not json":
         manifest.write_text("{")
+    elif damage.startswith("writable"):
+        (file if damage == "writable file" else broken).chmod(0o775)
     else:
-        file.write_bytes(b"nonsense")
+        command = Command(f"touch {tmp_path / 'has run'}")
+        _, in_tree, out_tree = pickle.loads(file.read_bytes())
+        data = {"no pickle": b"nonsense", "command": pickle.dumps(command),
+                "command inside": pickle.dumps((pickle.dumps(command), in_tree, out_tree))}[damage]
+        file.write_bytes(data)
         content = json.loads(manifest.read_text())
-        content["programs"][FORWARD] = hashlib.sha256(b"nonsense").hexdigest()
+        content["programs"][FORWARD] = hashlib.sha256(data).hexdigest()
         manifest.write_text(json.dumps(content))
     _, [warning] = start(model, broken, caplog, num_gpu_blocks_override=17, enforce_eager=True)
     assert str(broken) in warning and "compiling instead" in warning
+    assert not (tmp_path / "has run").exists()
+    assert ("system" in warning) == damage.startswith("command")
+    assert ("chmod go-w" in warning) == damage.startswith("writable")
 
 
 def table_of(text: str) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError
+from jaxpaged.core.trusted_files import check_trusted
 from jaxpaged.engine.engine import Engine
 from jaxpaged.pallas_kernels import native_linear
 from jaxpaged.pallas_kernels.native_build import build
@@ -42,6 +43,35 @@ def test_a_broken_compiler_is_a_reason_and_no_error(script: str, tmp_path: Path,
     failure = build(tmp_path / "cache", KERNELS)
     assert failure and "\n" not in failure
     assert not list((tmp_path / "cache").glob("*.so"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_library_is_built_again_with_one_warning(damage: str, native_folder: Path, tmp_path: Path,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    assert build(native_folder, KERNELS) is None
+    [good] = native_folder.glob("linear-*.so")
+    content = good.read_bytes()
+    bad = {"cut": content[: len(content) // 2], "changed": content[:-100] + bytes(100), "empty": b""}[damage]
+    (tmp_path / good.name).write_bytes(bad)
+    assert build(tmp_path, KERNELS) is None
+    [record] = caplog.records
+    assert "damaged" in record.getMessage() and good.name in record.getMessage()
+    [made] = tmp_path.glob("linear-*.so")
+    assert len(made.read_bytes()) == len(content) and made.stat().st_mode & 0o777 == 0o700
+    assert build(tmp_path, KERNELS) is None and len(caplog.records) == 1
+
+
+def test_a_library_that_others_can_write_is_not_loaded(native_folder: Path, tmp_path: Path,
+                                                       caplog: pytest.LogCaptureFixture) -> None:
+    assert build(native_folder, KERNELS) is None
+    [good] = native_folder.glob("linear-*.so")
+    shutil.copy(good, tmp_path)
+    (tmp_path / good.name).chmod(0o775)
+    assert build(tmp_path, KERNELS, check=check_trusted) is None
+    [record] = caplog.records
+    assert "written by others" in record.getMessage()
+    [made] = tmp_path.glob("linear-*.so")
+    check_trusted(made)
 
 
 def test_a_second_folder_in_one_process_is_fine(native_folder: Path, tmp_path: Path) -> None:

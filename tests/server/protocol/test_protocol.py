@@ -240,7 +240,7 @@ def test_token_ids_on_request(chat: bool) -> None:
     assert "prompt_token_ids" not in (first["choices"][0] if chat else first)
     assert events(wanted.text_chunk(1, CompletionOutput(0, "", (5, 6))))[0]["choices"][0]["token_ids"] == [5, 6]
     output = RequestOutput("a", None, (1, 2), (CompletionOutput(0, "x", (3,), finish_reason="stop"),), True)
-    answer = json.loads(wanted.whole([output], usage(2, 1, 0)))
+    answer = json.loads(b"".join(wanted.whole([output], usage(2, 1, 0))))
     choice = answer["choices"][0]
     assert (answer if chat else choice)["prompt_token_ids"] == [1, 2] and choice["token_ids"] == [3]
     assert "prompt_token_ids" not in (choice if chat else answer)
@@ -250,9 +250,10 @@ def test_whole_answers_are_in_prompt_major_order() -> None:
     outputs = [RequestOutput(name, None, (1,), tuple(
         CompletionOutput(choice, f"{name}{choice}", (9,), finish_reason="stop", stop_reason=9) for choice in range(2)),
         True) for name in "ab"]
-    answer = Completion.model_validate(json.loads(shape(False).whole(outputs, usage(2, 4, 0))), strict=True)
+    answer = Completion.model_validate(json.loads(b"".join(shape(False).whole(outputs, usage(2, 4, 0)))), strict=True)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
-    chat = ChatCompletion.model_validate(json.loads(shape(True).whole(outputs[:1], usage(1, 2, 0))), strict=True)
+    whole = b"".join(shape(True).whole(outputs[:1], usage(1, 2, 0)))
+    chat = ChatCompletion.model_validate(json.loads(whole), strict=True)
     assert [choice.message.content for choice in chat.choices] == ["a0", "a1"]
     assert chat.choices[0].message.role == "assistant" and chat.choices[0].finish_reason == "stop"
 
