@@ -16,6 +16,7 @@ _TEMPLATE = re.compile(r"^\s*[?!_]*[a-z]\w*\s*\{[^}\n]*\}[^:\n]*:", re.MULTILINE
 _STATEMENT = re.compile(r"^\s*(%[a-z]+)", re.MULTILINE)
 _STATEMENTS = ("%import", "%ignore", "%llguidance")
 _IMPORT = re.compile(r"^\s*%import\s+(?!common\b)(\S+)", re.MULTILINE)
+_IMPORTED = re.compile(r"^[ \t]*%import\s+common\s*\.?\s*(\([^)]*\)|\w+)(?:[ \t]*->[ \t]*(\w+))?", re.MULTILINE)
 # The order in which rules and terminals are tried has no meaning where all ways to read a text count.
 _PRIORITY = re.compile(r"^(\s*[?!_]*[A-Za-z]\w*)\.-?\d+(\s*:)", re.MULTILINE)
 _INVALID_REGEX = re.compile(r'invalid regex "(.*)" \(in ')
@@ -37,7 +38,17 @@ def to_lark(grammar: str) -> str:
             raise NotSupportedError(f"{found[1][:30]} in a Lark grammar is not supported", param=_PARAM)
     if foreign := _IMPORT.search(grammar):
         raise NotSupportedError(f"%import {foreign[1][:60]} is not supported, only %import common", param=_PARAM)
-    return _PRIORITY.sub(r"\1\2", grammar)
+    return _IMPORTED.sub(_without_escaped_string, _PRIORITY.sub(r"\1\2", grammar))
+
+
+def _without_escaped_string(found: re.Match[str]) -> str:
+    """An import of common.ESCAPED_STRING as a definition: Lark's has no line ends inside, llguidance's has."""
+    names = [name.strip() for name in found[1].strip("()").split(",")]
+    if "ESCAPED_STRING" not in names:
+        return found[0]
+    rest = [name for name in names if name != "ESCAPED_STRING"]
+    kept = f"%import common ({', '.join(rest)})\n" if rest else ""
+    return f"{kept}{found[2] or 'ESCAPED_STRING'}: " + r'/"([^"\\\n]|\\[^\n])*"/'
 
 
 def explain_grammar_error(error: str) -> str:

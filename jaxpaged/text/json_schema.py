@@ -158,6 +158,7 @@ class _Translator:
         self._result.root = root
         self._resolve_one_of(Disjointness(definitions))
         self._check_divisors()
+        self._check_names()
         return self._result
 
     def _translate(self, found: Located, scope: _Scope) -> Any:
@@ -459,6 +460,13 @@ class _Translator:
                     node["allOf"] = [*node.get("allOf", ()), SchemaNode(node.place, node.lenient, {"anyOf": value})]
                 else:
                     node["anyOf"] = value
+
+    def _check_names(self) -> None:
+        """Refuse names of the model's choice where it may write them as escapes: they could be known ones."""
+        for node in subschemas(self._result.root) if self._result.needs_escapes else ():
+            if node.keys() & {"properties", "required"} and node.get("additionalProperties") is not False:
+                raise schema_error("additionalProperties", node.place, "must be false in a schema whose constants "
+                                   "hold control characters")
 
     def _check_divisors(self) -> None:
         joined = any("allOf" in node or ("multipleOf" in node and not node.keys().isdisjoint(_APPLICATORS))

@@ -208,6 +208,11 @@ def _read_schema(given: str | dict[str, Any], limits: Limits) -> dict[str, Any]:
         raise _bad("the JSON schema is not valid JSON") from None
     if not isinstance(schema, dict):
         raise _bad("the JSON schema must be an object")
+    if r"\ud" in text.lower() or not text.isascii():
+        try:
+            json.dumps(schema, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise _bad("the JSON schema holds an unpaired surrogate, which UTF-8 cannot hold") from None
     return schema
 
 

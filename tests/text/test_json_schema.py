@@ -215,6 +215,7 @@ REFUSED: dict[str, tuple[dict[str, Any] | str, str]] = {
         "a schema at # in the JSON schema has only values without end"),
     "endless lists": ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {
         "type": "array", "minItems": 1, "items": {"allOf": [{"$ref": "#/$defs/a"}]}}}}, "a schema at #/$defs/a "),
+    "control characters beside open names": (shape({"a": {"const": "\0"}}), "additionalProperties at # "),
     "unknown type": ({"items": {"type": "wizard"}}, "type at #/items "), "no schema": ({"items": 3},
         "a schema at #/items "),
     "negative length": ({"minLength": -1}, "minLength at # "), "length of half": ({"maxItems": 1.5}, "maxItems at # "),

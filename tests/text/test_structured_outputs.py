@@ -56,7 +56,8 @@ BAD: dict[str, dict[str, Any]] = {
     "large choices": {"choice": ["x" * 70_000]}, "external reference": {"json": {"$ref": "http://localhost/schema"}},
     "file": {"json": {"$ref": "file:///etc/passwd"}},
     "not a number": {"json": {"minimum": float("nan")}}, "infinite": {"json": '{"minimum": 1e999}'},
-    "half a character": {"regex": "\ud800"}, "half a character to choose": {"choice": ["\ud800"]},
+    "half a character": {"regex": "\ud800"}, "half of a constant": {"json": {"const": "\ud800"}},
+        "half a character to choose": {"choice": ["\ud800"]},
     "no JSON value": {"json": {"const": {1, 2}}}, "its own part": {"json": CIRCLE},
 }
 GOOD: dict[str, dict[str, Any]] = {
