@@ -6,6 +6,7 @@ from typing import Any
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.compatibility import BEAM_SEARCH_IGNORES, PARAMS_WITHOUT_EFFECT
 from jaxpaged.core.sampling_params import StructuredOutputsParams
+from tests.support.live_server import ROOT
 from tests.support.tiny_llama import EOS
 
 PROMPT = "hello there"
@@ -41,6 +42,7 @@ def test_every_sampling_parameter_has_an_effect(llm: LLM) -> None:
         "use_beam_search": ({"n": 2, "max_tokens": 6, "seed": 1, "temperature": 4.0}, True),
     }
     known = {item.name for item in fields(SamplingParams)}
+    assert all(name in (ROOT / "tests" / file).read_text() for name, file in ELSEWHERE.items())
     assert known == {*cases, *ELSEWHERE, *PARAMS_WITHOUT_EFFECT}, "a parameter has no case"
     same = [name for name, (common, value) in cases.items()
             if result(llm, common) == result(llm, {**common, name: value})]

@@ -97,7 +97,12 @@ def test_over_http(model: Path, expected: dict[str, list[np.ndarray]], tmp_path:
         np.testing.assert_allclose(floats, expected["mean"][4], atol=1e-4)
         packed = post(input=PROMPTS[4], pooling="mean", normalize=False, encoding_format="base64").json()
         assert struct.unpack("<64f", base64.b64decode(packed["data"][0]["embedding"])) == pytest.approx(floats)
+        last = post(input=PROMPTS[4][-5:]).json()
+        cut = post(input=PROMPTS[4], truncate_prompt_tokens=5).json()
+        assert cut["usage"]["prompt_tokens"] == 5
+        assert cut["data"][0]["embedding"] == pytest.approx(last["data"][0]["embedding"], abs=1e-5)
         bad: list[tuple[dict[str, Any], str]] = [
+            ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
             ({}, "input"), ({"input": []}, "input"), ({"input": ""}, "input"), ({"input": [True]}, "input"),
             ({"input": "a", "dimensions": 8}, "dimensions"), ({"input": "a", "pooling": "x"}, "pooling"),
             ({"input": "a", "encoding_format": "int8"}, "encoding_format")]

@@ -131,3 +131,10 @@ def test_every_sampling_parameter_in_python(inputs: InputProcessor) -> None:
         inputs.process("r", [5] * PROMPT_TOKENS, SamplingParams(**{**needs, name: value}))
 
     check(table, ask)
+
+
+def test_what_is_no_sampling_parameter_reaches_the_engine_too(inputs: InputProcessor) -> None:
+    body = BodyReader().read_body(CompletionRequest, json.dumps({
+        "prompt": [5, 6, 7], "priority": 3, "cache_salt": "s", "truncate_prompt_tokens": 2}).encode())
+    [sequence] = inputs.process("r", body.prompt, **body.prompt_options).sequences
+    assert (sequence.priority, sequence.cache_salt, list(sequence.prompt_token_ids)) == (3, "s", [6, 7])

@@ -18,7 +18,7 @@ from jaxpaged.server.protocol.requests import ChatCompletionRequest, CompletionR
 from jaxpaged.server.routes.token_routes import DetokenizeRequest, TokenizeRequest
 from jaxpaged.text.tokenizer import Tokenizer
 from tests.server.test_server import post, read_events, refused
-from tests.support.live_server import LiveServer
+from tests.support.live_server import ROOT, LiveServer
 from tests.support.parameter_table import BASE, COMMON, TABLE, Edges
 
 STORY = "Once upon a time"
@@ -306,9 +306,9 @@ EFFECTS: dict[str, dict[str, tuple[dict[str, Any], Any, Any]]] = {
     "/detokenize": {"tokens": ({}, [5], [6])},
 }
 # Fields that this server or its model gives no effect, and the tests that show it.
-ELSEWHERE = {"priority": "test_server_odd.py", "add_special_tokens": "routes/test_tokenizers.py",
-             "include_reasoning": "routes/test_chat.py", "parallel_tool_calls": "routes/test_chat.py",
-             "tools": "routes/test_chat.py", "chat_template_kwargs": "routes/test_chat.py"}
+ELSEWHERE = {"priority": "frontend/test_input_processor.py", "add_special_tokens": "server/routes/test_tokenizers.py",
+             "include_reasoning": "server/routes/test_chat.py", "parallel_tool_calls": "server/routes/test_chat.py",
+             "tools": "server/routes/test_chat.py", "chat_template_kwargs": "server/routes/test_chat.py"}
 
 
 @pytest.mark.parametrize("path", EFFECTS)
@@ -318,6 +318,7 @@ def test_every_field_besides_sampling_has_an_effect(http: httpx.Client, path: st
     shared = COMMON.keys() if kind is ChatCompletionRequest else set()
     known = kind.model_fields.keys() - shared - sampling - {"model"}
     assert known == cases.keys() | (ELSEWHERE.keys() & known), "a field has no case"
+    assert all(name in (ROOT / "tests" / file).read_text() for name, file in ELSEWHERE.items())
     few = {"max_tokens": 3, "temperature": 0} if "max_tokens" in kind.model_fields else {}
 
     def has_effect(name: str) -> bool:
