@@ -352,7 +352,7 @@ def test_tensors_are_stacked_joined_and_sliced(kind: str, in_place: bool, tmp_pa
     checkpoint: Checkpoint = InMemory(tensors)
     if kind == "safetensors":
         save_file({f"layers.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
         checkpoint = HfCheckpoint(tmp_path)
     elif kind == "gguf":  # which has no scalars
         tensors = {name: tensor.reshape(tensor.shape or (1,)) for name, tensor in tensors.items()}
@@ -552,7 +552,7 @@ def test_experts_are_never_on_the_host_twice(in_place: bool, tmp_path: Path) -> 
     rng = np.random.default_rng(0)
     save_file({f"{name}.{expert}": rng.standard_normal((1024, 2048), np.float32) for name in ("gate", "up")
                for expert in range(24)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(_STACK), str(tmp_path), str(in_place)],
                           capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-3000:]
