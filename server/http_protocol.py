@@ -111,13 +111,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the request, or let it wait behind the one that runs, while still noticing that the client leaves."""
-        self._in_head = False
         if self._ignoring:
             return
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > \
                 self._bounds.max_head_bytes:
             self._too_long = True
             raise ValueError("the head is too long")  # stops the parser; `send_400_response` answers
+        self._in_head = False
         self._waiting.pop(self, None)
         _cancel(self._head_timer)
         self._head_timer = None
