@@ -16,7 +16,14 @@ from jaxpaged.core.sampling_params import SchemaPart
 from jaxpaged.text.disjoint_schemas import Disjointness
 from jaxpaged.text.regex_constructs import translate_regex
 from jaxpaged.text.schema_formats import COMPILED_FORMATS, FORMAT_PATTERNS, INTEGER_FORMATS
-from jaxpaged.text.schema_numbers import bound, divisor, exact_number, have_common_multiple, num_remainders
+from jaxpaged.text.schema_numbers import (
+    bound,
+    divisor,
+    exact_number,
+    have_common_multiple,
+    next_inside,
+    num_remainders,
+)
 from jaxpaged.text.schema_recursion import depth, endless_definitions
 from jaxpaged.text.schema_refs import Document, Located, RefError
 
@@ -26,6 +33,7 @@ _MAX_STEPS = 8  # references followed from one to the next
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_OF_NUMBERS = (*_BOUNDS, "multipleOf")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _APPLICATORS = (*_REFERENCES, "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 # Keywords that no grammar here can say, save for some values. All others that are not handled here are notes.
@@ -157,7 +165,12 @@ class _Translator:
         root["$defs"] = definitions
         self._result.root = root
         self._resolve_one_of(Disjointness(definitions))
-        self._check_divisors()
+        joined = self._joins_numbers()
+        if joined and not have_common_multiple(list(self._divisors)):
+            raise schema_error("multipleOf", list(self._divisors.values())[-1],
+                               "has no common multiple with another multipleOf that is small enough")
+        for node in list(subschemas(root)):
+            _avoid_exclusive(node, joined)
         self._check_names()
         return self._result
 
@@ -295,15 +308,18 @@ class _Translator:
             self._refuse(schema, key, f"must be below {_MAX_COUNT}")
 
     def _bound(self, schema: _Schema, key: str, value: Any) -> None:
+        lower = key in ("minimum", "exclusiveMinimum")
         if isinstance(value, bool) and key.startswith("exclusive"):  # of draft 4
-            schema.out[key] = value
+            inclusive = "minimum" if lower else "maximum"
+            if value and inclusive in schema.node:
+                self._bound(schema, key, schema.node[inclusive])
             return
         self._check_number(schema, key, value)
-        found = bound(value, lower=key in ("minimum", "exclusiveMinimum"))
+        found = bound(value, lower=lower)
         if found is None:
             self._refuse(schema, key, "is a bound too far from 0")
         else:
-            schema.out[key] = found
+            schema.join({key: found})
 
     def _multiple_of(self, schema: _Schema, value: Any) -> None:
         self._check_number(schema, "multipleOf", value)
@@ -468,16 +484,34 @@ class _Translator:
                 raise schema_error("additionalProperties", node.place, "must be false in a schema whose constants "
                                    "hold control characters")
 
-    def _check_divisors(self) -> None:
-        joined = any("allOf" in node or ("multipleOf" in node and not node.keys().isdisjoint(_APPLICATORS))
-                     for node in subschemas(self._result.root))
-        if joined and not have_common_multiple(list(self._divisors)):
-            raise schema_error("multipleOf", list(self._divisors.values())[-1],
-                               "has no common multiple with another multipleOf that is small enough")
+    def _joins_numbers(self) -> bool:
+        """Whether a number may have to fit two schemas of numbers."""
+        return any("allOf" in node or not (node.keys().isdisjoint(_APPLICATORS) or node.keys().isdisjoint(_OF_NUMBERS))
+                   for node in subschemas(self._result.root))
 
 
 class _InexactError(Exception):
     """A number that the compiler cannot write."""
+
+
+def _avoid_exclusive(node: SchemaNode, joined: bool) -> None:
+    """Include the double next to an exclusive integer where the compiler would include the integer itself.
+
+    It does so beside another bound less than 1 away, which other schemas may hold if `joined`.
+    """
+    for lower in (True, False) if node.get("type") != "integer" else ():
+        names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        same, other, exclusive, other_exclusive = names if lower else (names[1], names[0], names[3], names[2])
+        value = node.get(exclusive)
+        near = joined or any(abs(node[key] - value) < 1 for key in (other, other_exclusive) if key in node and value
+                             is not None)
+        if value is None or not near or (inside := next_inside(value, lower=lower)) is None:
+            continue
+        del node[exclusive]
+        if same in node:
+            node["allOf"] = [*node.get("allOf", ()), SchemaNode(node.place, node.lenient, {same: inside})]
+        else:
+            node[same] = inside
 
 
 def _is_anything(schema: Any) -> bool:

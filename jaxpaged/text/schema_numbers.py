@@ -48,6 +48,16 @@ def bound(value: int | float, *, lower: bool) -> int | float | None:
     return literal
 
 
+def next_inside(value: int | float, *, lower: bool) -> int | float | None:
+    """The bound that includes the double next to an exclusive one; None where the exclusive one can stay.
+
+    Beside another bound less than 1 away the compiler takes an exclusive integer for an inclusive one.
+    """
+    if value != int(value) or abs(value) >= 2**52:
+        return None
+    return bound(math.nextafter(float(value), math.inf if lower else -math.inf), lower=lower)
+
+
 def divisor(value: int | float) -> int | float | None:
     """A number that the compiler reads as exactly this divisor, None where there is none.
 
