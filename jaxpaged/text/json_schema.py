@@ -6,16 +6,16 @@ and place, or dropped in the parts of a schema that need not be met exactly.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpaged.core.errors import RequestError
 from jaxpaged.core.limits import Limits, check_at_most
 from jaxpaged.core.sampling_params import SchemaPart
 from jaxpaged.text.disjoint_schemas import Disjointness
 from jaxpaged.text.regex_constructs import translate_regex
 from jaxpaged.text.schema_formats import COMPILED_FORMATS, FORMAT_PATTERNS, INTEGER_FORMATS
+from jaxpaged.text.schema_nodes import SchemaNode, schema_error, subschemas
 from jaxpaged.text.schema_numbers import (
     bound,
     divisor,
@@ -28,7 +28,6 @@ from jaxpaged.text.schema_recursion import depth, endless_definitions
 from jaxpaged.text.schema_refs import Document, Located, RefError
 
 _MAX_COUNT = 2**24  # more characters or items than any text has
-_MAX_PLACE_CHARS = 80
 _MAX_STEPS = 8  # references followed from one to the next
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -40,19 +39,6 @@ _APPLICATORS = (*_REFERENCES, "allOf", "anyOf", "oneOf", "if", "dependentSchemas
 _UNSUPPORTED = ("contains", "uniqueItems", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
                 "if", "not", "unevaluatedItems", "unevaluatedProperties")
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # those that JSON can only write as \u and four digits
-
-
-class SchemaNode(dict[str, Any]):
-    """A schema in a prepared one.
-
-    Attributes:
-        place: how errors call its place.
-        lenient: its keywords may be dropped.
-    """
-
-    def __init__(self, place: str, lenient: bool, items: Mapping[str, Any] | None = None) -> None:
-        super().__init__(items or {})
-        self.place, self.lenient = place, lenient
 
 
 @dataclass
@@ -85,33 +71,6 @@ def prepare_schema(schema: Mapping[str, Any], limits: Limits, *, parts: Sequence
     if "x-guidance" in schema:
         raise schema_error("x-guidance", "#", "is not supported; leave it out")
     return _Translator(limits, {part.pointer: part for part in parts}, disable_additional_properties).run(schema)
-
-
-def schema_error(key: str, place: str, why: str) -> RequestError:
-    """The error of a schema that is invalid or cannot be met exactly."""
-    if len(place) > _MAX_PLACE_CHARS:
-        place = f"{place[:_MAX_PLACE_CHARS // 2]}...{place[-_MAX_PLACE_CHARS // 2:]}"
-    text = f"{key} at {place} in the JSON schema {why}"
-    return RequestError(text.encode(errors="replace").decode(), param="structured_outputs")
-
-
-def subschemas(node: Any) -> Iterator[SchemaNode]:
-    """All objects that are schemas in a prepared schema, outer ones first."""
-    if isinstance(node, SchemaNode):
-        yield node
-        for holder, key in children(node):
-            yield from subschemas(holder[key])
-
-
-def children(node: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The schemas right inside a prepared one, each as what holds it and its key or index there."""
-    for key in ("items", "additionalProperties"):
-        if key in node:
-            yield node, key
-    for key in ("allOf", "anyOf", "oneOf", "prefixItems"):
-        yield from ((node[key], index) for index in range(len(node.get(key, ()))))
-    for key in ("properties", "patternProperties", "$defs"):
-        yield from ((node[key], name) for name in node.get(key, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +120,7 @@ class _Translator:
         if not isinstance(root, SchemaNode):
             root = SchemaNode("#", False, {"anyOf": [root]})
         check_at_most("structured_outputs", "levels of a JSON schema with its references followed",
-                      depth(root, definitions, children), self._limits.max_schema_levels)
+                      depth(root, definitions), self._limits.max_schema_levels)
         root["$defs"] = definitions
         self._result.root = root
         self._resolve_one_of(Disjointness(definitions))

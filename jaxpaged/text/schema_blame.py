@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxpaged.text.json_schema import SchemaNode, children, subschemas
+from jaxpaged.text.schema_nodes import SchemaNode, children, subschemas
 
 _MAX_REFERENCES = 64
 _UNSATISFIABLE = "nsatisfiable"

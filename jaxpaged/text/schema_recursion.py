@@ -1,17 +1,15 @@
 """Where references lead: how deep, and whether to values that end."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
+
+from jaxpaged.text.schema_nodes import children
 
 _CONTAINERS = frozenset({"object", "array"})
 
 
-def depth(root: Any, definitions: Mapping[str, Any], children: Callable[[Any], Iterable[tuple[Any, Any]]]) -> int:
-    """Levels of a schema as the compiler goes down it, into each definition at the first reference to it.
-
-    Args:
-        children: the schemas right inside one, each as what holds it and its key there.
-    """
+def depth(root: Any, definitions: Mapping[str, Any]) -> int:
+    """Levels of a schema as the compiler goes down it, into each definition at the first reference to it."""
     seen: set[str] = set()
     waiting, deepest = [(root, 1)], 1
     while waiting:

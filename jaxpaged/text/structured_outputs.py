@@ -17,9 +17,10 @@ from jaxpaged.core.messages import Grammar
 from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.loading.host_memory import allocated_bytes
 from jaxpaged.text.grammar_dialects import explain_grammar_error, to_lark
-from jaxpaged.text.json_schema import PreparedSchema, prepare_schema, schema_error
+from jaxpaged.text.json_schema import PreparedSchema, prepare_schema
 from jaxpaged.text.regex_constructs import translate_regex
 from jaxpaged.text.schema_blame import find_blame
+from jaxpaged.text.schema_nodes import schema_error
 
 _PARAM = "structured_outputs"
 _MAX_DROPPED = 32
