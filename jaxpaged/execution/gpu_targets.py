@@ -42,7 +42,11 @@ class GpuSpec:
 
     @property
     def config_text(self) -> str:
-        """XLA's GpuTargetConfigProto, as text."""
+        """XLA's GpuTargetConfigProto, as text.
+
+        XLA takes 80 % of `device_memory_size` for the limit of a program's arguments and prints an error for more,
+        which weights and a pool that fill the GPU as planned always are. Nothing that is compiled here depends on it.
+        """
         major, minor = self.compute_capability
         features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         return f"""gpu_device_info {{
@@ -59,7 +63,7 @@ class GpuSpec:
   memory_bandwidth: {self.memory_bandwidth:.0f}
   l2_cache_size: {self.l2_bytes}
   clock_rate_ghz: {self.clock_ghz}
-  device_memory_size: {self.memory_bytes}
+  device_memory_size: {self.memory_bytes * 5 // 4}
   shared_memory_per_block_optin: {self.shared_bytes_per_block}
   cuda_compute_capability {{ major: {major} minor: {minor}{features} }}
   registers_per_core_limit: {self.registers_per_sm}

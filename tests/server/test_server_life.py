@@ -476,6 +476,31 @@ def test_more_connections_than_descriptors(secure: LiveServer, certificate: tupl
     secure.wait_for(lambda: process.num_fds() <= before + 2, 20)
 
 
+def test_silent_connections_slow_schemas_and_killed_processes_end_no_service(model: Path, tmp_path: Path) -> None:
+    """With few descriptors, what is lost is started again, and others are served meanwhile."""
+    slow = {"type": "object", "properties": {"a": {"allOf": [{"type": "integer", "multipleOf": 9973},
+                                                             {"type": "integer", "multipleOf": 9967}]}}}
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    with LiveServer(tmp_path / "log", str(model), *SMALL, "--enforce-eager", "--structured-outputs-timeout", "1",
+                    files=FILES) as server, contextlib.ExitStack() as stack:
+        host, port = server.wait_ready().url.removeprefix("http://").split(":")
+        for _ in range(3 * FILES):
+            silent = stack.enter_context(socket.socket())
+            silent.settimeout(0.05)
+            with contextlib.suppress(OSError):
+                silent.connect((host, int(port)))
+        for _ in range(3):  # more than there are processes for schemas
+            assert complete(server, structured_outputs={"json": slow}).status_code == 400
+        for child in psutil.Process(server.process.pid).children():
+            if "jaxpaged-templates" in child.cmdline():
+                child.kill()
+        for _ in range(3):
+            assert httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).status_code == 200
+        assert complete(server).status_code == 200 and httpx.get(f"{server.url}/health").status_code == 200
+        assert psutil.Process(server.process.pid).num_fds() < FILES
+        assert server.stop(20) == 0
+
+
 def test_a_certificate_that_is_none(model: Path) -> None:
     file = str(model / "config.json")
     assert "--ssl-certfile" in fails(str(model), "--ssl-certfile", file, "--ssl-keyfile", file)

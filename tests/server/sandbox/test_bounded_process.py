@@ -1,6 +1,8 @@
 """Processes that are killed, cannot be started, or are not needed any more: no job waits for one that never comes."""
 
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +16,7 @@ import pytest
 from jaxpaged.core.errors import UnavailableError
 from jaxpaged.server.sandbox import bounded_process
 from jaxpaged.server.sandbox.bounded_process import BoundedProcesses, CutOffError
+from jaxpaged.server.sandbox.child_process import exit_text
 from tests.support.sandbox_jobs import begin
 
 
@@ -109,6 +112,16 @@ def test_processes_that_end_at_their_start(make: Any, tmp_path: Path, caplog: py
     (tmp_path / "broken").unlink()
     wait_for(lambda: pool.fault() is None)
     assert pool.run_job(("fine", None)) == "fine"
+
+
+def test_too_little_memory_to_start_is_a_sentence() -> None:
+    """The dynamic linker ends with code 127 where it gets too little memory for a library."""
+    bounded = f"ulimit -v 5000; exec '{sys.executable}' -c ''"
+    done = subprocess.run(["sh", "-c", bounded], capture_output=True, check=False)
+    assert done.returncode == 127 and "too little memory" in exit_text(done.returncode)
+    assert exit_text(-9) == "was ended by SIGKILL, by the system for lack of memory or by hand"
+    assert (exit_text(-11), exit_text(-63), exit_text(3)) == (
+        "was ended by SIGSEGV", "was ended by signal 63", "ended with exit code 3")
 
 
 def test_closing_ends_jobs_that_run_and_jobs_that_wait(make: Any) -> None:
