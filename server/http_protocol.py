@@ -125,8 +125,11 @@ class BoundedHttp(HttpToolsProtocol):
         if max(len(self.connections), len(self.tasks)) > self._bounds.max_connections:
             self.app = _too_many_connections
             self.logger.warning("refusing a request: %d connections are open", len(self.connections))
+        waits = self._is_busy()
         super().on_headers_complete()
-        if self.cycle is not self._running:
+        if not waits:
+            self._running = self.cycle
+        else:
             self.flow.resume_reading()  # uvicorn stops here, which would hide the end of the connection
             if len(self.pipeline) > MAX_PIPELINED:
                 self._ignore_the_rest()
@@ -149,8 +152,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Start the next request, or wait for one."""
+        following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
-        if not self._is_busy() and not self.transport.is_closing():
+        if following is not None:
+            self._running = following
+        elif not self.transport.is_closing():
             self._waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
@@ -175,10 +181,6 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _is_busy(self) -> bool:
         return self._running is not None and not self._running.response_complete
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
 
     def _ignore_the_rest(self) -> None:
         """Close the connection after the running request. Reading goes on, to notice an earlier end."""

@@ -34,6 +34,7 @@ LONGEST = (
     "pallas_kernels/test_native_attention.py",
     "loading/test_orbax.py",
     "core/test_limits.py",
+    "server/test_http_protocol.py",
     "server/routes/test_page.py",
     "engine/test_slow_prefill.py",
     "engine/test_swap.py",
