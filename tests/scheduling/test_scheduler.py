@@ -345,6 +345,8 @@ class Harness:
             self._process(self.scheduler.update_from_output(*self.in_flight))
             self.in_flight = None
             self.check()
+            for name in self.running():
+                self._check_blocks(name)
 
     def propose(self, names: Sequence[str], count: int) -> None:
         """Propose so many tokens for the next step, right ones and wrong ones."""
@@ -407,13 +409,16 @@ class Harness:
         rows = [min(size, self.slots) for size in self.sizes if size >= step.num_tokens]
         assert step.num_sampled <= max(rows), "more samples than a step has rows for"
         for chunk in chunks:
-            request = self.requests[chunk.request_id]
-            assert request.num_blocks <= -(-request.num_tokens // self.block_size), "more blocks than it needs"
+            self._check_blocks(chunk.request_id)
         running = self.running()
         if running and running[0] not in names:
             first = self.requests[running[0]]
             resumed = not first.num_proposed if first.family is None else not (first.paused or first.num_pending)
             assert not resumed or first.num_output_tokens == first.message.max_tokens, "the first request has to wait"
+
+    def _check_blocks(self, name: str) -> None:
+        request = self.requests[name]
+        assert request.num_blocks <= -(-request.num_tokens // self.block_size), "more blocks than it needs"
 
     def _check_preemption(self, running: list[str], before: dict[str, int]) -> None:
         preempted = [name for name in self.live
@@ -587,7 +592,7 @@ def prompts(count: int, length: int) -> Iterator[list[int]]:
 
 
 def test_proposed_tokens_save_steps_and_rejected_ones_cost_none() -> None:
-    plain, proposing = (Harness(num_blocks=64, block_size=4, max_num_seqs=4, budget=32, model=plain_token,
+    plain, proposing = (Harness(num_blocks=256, block_size=1, max_num_seqs=8, budget=32, model=plain_token,
                                 proposed=proposed) for proposed in (0, 3))
     for harness in (plain, proposing):
         for prompt in prompts(2, 10):
