@@ -62,6 +62,15 @@ class WeightRule:
         return tuple(TensorSlice(item, whole) if isinstance(item, str) else item for item in tensors)
 
     @property
+    def parts(self) -> tuple["WeightRule", ...]:
+        """A rule for each tensor, as a parameter of its own that has a number after its path."""
+        if not isinstance(self.tensor, tuple):
+            return (self,)
+        return tuple(WeightRule(tensor, f"{self.path}.{index}", self.transform,
+                                tuple(name[index] if isinstance(name, tuple) else name for name in self.axes))
+                     for index, tensor in enumerate(self.tensor))
+
+    @property
     def fused_axis(self) -> int | None:
         """The number of the parameter's fused axis, if there is one."""
         return next((axis for axis, name in enumerate(self.axes) if isinstance(name, tuple)), None)

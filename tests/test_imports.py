@@ -28,7 +28,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scheduling.scheduler_output": ((), ("core",)),
     "scheduling": ((), ("core", "scheduling.scheduler_output")),
     "models": (("flax", "jax", "numpy"), ("core", "pallas_kernels")),
-    "loading": (("flax", "gguf", "huggingface_hub", "jax", "ml_dtypes", "numpy", "orbax", "safetensors", "tqdm"),
+    "loading": (("flax", "gguf", "huggingface_hub", "jax", "ml_dtypes", "numpy", "orbax", "safetensors",
+                 "tensorstore", "tqdm"),
                 ("core", "models")),
     "execution": (("flax", "jax", "numpy"), ("core", "models", "pallas_kernels", "scheduling.scheduler_output")),
     "text": (("jinja2", "llguidance", "numpy", "tokenizers", "transformers"), ("core", "loading")),
@@ -140,7 +141,8 @@ def test_third_party_imports_are_declared_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[<>=!~;\[ ]", line)[0].lower().replace("-", "_") for line in project["dependencies"]}
     declared = declared - {"pyyaml", "orbax_checkpoint"} | {"yaml", "orbax"}
-    declared |= {"starlette", "pydantic"}  # FastAPI is made of them and its users import them
+    # What FastAPI and Orbax are made of, which their users import too.
+    declared |= {"starlette", "pydantic", "tensorstore"}
     used = {name.split(".")[0] for module in MODULES for name in _imports(module)} - {"jaxpaged"}
     assert used - set(sys.stdlib_module_names) <= declared
 

@@ -55,7 +55,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     from jaxpaged.loading.host_memory import return_free_memory
     from jaxpaged.loading.hub import resolve_model
     from jaxpaged.loading.orbax import OrbaxCheckpoint, save
-    from jaxpaged.loading.weights import load_params
+    from jaxpaged.loading.weights import load_params, shapes_of_parts
     from jaxpaged.models.registry import find_family
 
     source = resolve_model(arguments.model, arguments.revision, arguments.download_dir)
@@ -67,9 +67,10 @@ def _convert(arguments: argparse.Namespace) -> None:
     config = family.config_from_hf(checkpoint.config)
     dtype = model_dtype(arguments.dtype, config, "cuda")
     definition = define(family, dtype, config, Partition())
-    params = load_params(
-        definition.stored, family.weights, checkpoint, config=config, ignored=family.ignored, dtype=dtype,
-        keep_in_place=True, progress=True)
+    rules = [part for rule in family.weights for part in rule.parts]
+    shapes = shapes_of_parts(definition.stored, family.weights, config)
+    params = load_params(shapes, rules, checkpoint, config=config, ignored=family.ignored, dtype=dtype,
+                         keep_in_place=True, progress=True)
     return_free_memory()
     out.mkdir(parents=True, exist_ok=True)
     with _bar(out, definition.weight_bytes):

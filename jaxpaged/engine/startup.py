@@ -40,7 +40,7 @@ from jaxpaged.execution.step_shape import StepShape
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import cache_dir, resolve_model
-from jaxpaged.loading.orbax import OrbaxCheckpoint
+from jaxpaged.loading.orbax import OrbaxCheckpoint, saved_rules
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import eos_ids
@@ -233,17 +233,20 @@ def _from_memory(model: InMemoryModel) -> ModelSource:
 
 
 def _load(
-    checkpoint: Checkpoint | OrbaxCheckpoint, family: ModelFamily, source: ModelSource, definition: ModelDefinition,
+    checkpoint: Checkpoint, family: ModelFamily, source: ModelSource, definition: ModelDefinition,
     programs: ProgramSet, progress: bool,
 ) -> Params:
-    placement = programs.placement
-    on_cpu = placement.devices[0].platform == "cpu"
-    if isinstance(checkpoint, OrbaxCheckpoint):
-        return checkpoint.load(definition.stored, programs.params, definition.axes,
-                               keep_in_place=on_cpu and placement.mesh is None, progress=progress)
-    return load_params(
-        definition.stored, family.weights, checkpoint, config=source.config, ignored=family.ignored,
-        dtype=source.dtype, wanted=programs.params, axes=definition.axes, keep_in_place=on_cpu, progress=progress)
+    converted = isinstance(checkpoint, OrbaxCheckpoint)
+    try:
+        return load_params(
+            definition.stored, saved_rules(family.weights) if converted else family.weights, checkpoint,
+            config=source.config, ignored=family.ignored, dtype=source.dtype, wanted=programs.params,
+            axes=definition.axes, keep_in_place=programs.placement.devices[0].platform == "cpu", progress=progress)
+    except CheckpointError as error:
+        if not converted:
+            raise
+        raise CheckpointError(f"{error}\nConvert the model again if its files may be damaged, or if another version "
+                              "converted them.") from error
 
 
 def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs: ProgramSet, *, lazily: bool) -> Params:

@@ -37,7 +37,7 @@ class Checkpoint(Protocol):
         """
 
 
-def open_model(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint | OrbaxCheckpoint:
+def open_model(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint:
     """Open a .gguf file or a directory, in Hugging Face layout or saved by Orbax; see `open_checkpoint`."""
     if not (path.is_dir() and is_orbax(path)):
         return open_checkpoint(path, overrides)

@@ -144,8 +144,7 @@ def _match(
     checkpoint: Checkpoint, config: ModelConfig, ignored: Sequence[str],
 ) -> list[_Task]:
     """Match parameters with tensors, or raise with everything that does not match."""
-    table = {_numbered(rule.path, layer): (rule, layer) for rule in rules
-             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
+    table = _by_path(rules, config)
     names, targets, axes_of = checkpoint.names(), dict(leaves(wanted)), dict(leaves(axes))
     default = SingleDeviceSharding(jax.local_devices()[0])
     tasks: list[_Task] = []
@@ -185,6 +184,25 @@ def _match(
     if problems:
         raise mismatch(checkpoint.path, problems)
     return tasks
+
+
+def shapes_of_parts(shapes: Mapping[Any, Any], rules: Sequence[WeightRule], config: ModelConfig) -> dict[Any, Any]:
+    """The shapes of the parameters, fused ones replaced by those of their parts: see `WeightRule.parts`."""
+    table, found = _by_path(rules, config), dict[Any, Any]()
+    for path, leaf in leaves(shapes):
+        rule, layer = table.get(".".join(map(str, path)), (None, 0))
+        if rule is None or len(rule.parts) == 1:
+            insert(found, path, leaf)
+            continue
+        for index, part in enumerate(_filled(rule, layer, config, leaf.shape)):
+            insert(found, (*path, index), jax.ShapeDtypeStruct([item.stop - item.start for item in part], leaf.dtype))
+    return found
+
+
+def _by_path(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tuple[WeightRule, int]]:
+    """The rule and the layer of each parameter."""
+    return {_numbered(rule.path, layer): (rule, layer) for rule in rules
+            for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
 
 
 def _filled(rule: WeightRule, layer: int, config: ModelConfig, shape: tuple[int, ...]) -> list[Part]:

@@ -86,8 +86,9 @@ def test_arrays_that_are_not_the_models_are_named(converted: Path, tmp_path: Pat
     with pytest.raises(CheckpointError) as caught:
         load(wrong)
     text = str(caught.value)
-    assert "parameter layers.2.attn.q.kernel is missing" in text
-    assert "array layers.0.mlp.up.kernel has shape [64, 96], the model's has [64, 64]" in text
+    assert "tensor layers.2.attn.qkv.kernel.0 is missing" in text
+    assert "tensor layers.0.mlp.gate_up.kernel.1 has shape [64, 96], which does not fit the part [64, 64] of" in text
+    assert text.endswith("Convert the model again if its files may be damaged, or if another version converted them.")
 
 
 # Runs in its own process: reads that are still under way when Orbax closes its event loop end in warnings at any time.
