@@ -28,7 +28,7 @@ from jaxpaged.core.config import DEFAULT_MODEL
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.host_memory import HostArena
 from jaxpaged.loading.hub import cache_dir, resolve_model
-from jaxpaged.models.layers import apply_linear, use_native_products
+from jaxpaged.models.layers import use_native_products
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import native_build, native_linear
@@ -53,9 +53,10 @@ def random_weights(shapes: dict[Any, Any]) -> dict[Any, Any]:
 
 def linear_layers(model: Transformer, x: jax.Array) -> jax.Array:
     """All products of a step [T, D] -> logits [at most 32, V]; sums replace attention."""
-    for layer in model.layers:
-        q, k, v = apply_linear(x, layer.attn.q, layer.attn.k, layer.attn.v)
-        x = layer.attn.o(q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1])))
+    for layer, spec in zip(model.layers, model.config.attention, strict=True):
+        q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q, k, v = jnp.split(layer.attn.qkv(x), (q_dim, q_dim + kv_dim), axis=1)
+        x = layer.attn.o(q + jnp.tile(k + v, (1, q_dim // kv_dim)))
         x = layer.mlp(x)
     x = x[:32]
     return model.embed.logits(x) if model.head is None else model.head(x)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import AttentionSpec
-from jaxpaged.models.layers import Linear, MeshAxes, Norm, apply_linear
+from jaxpaged.models.layers import Linear, MeshAxes, Norm
 from jaxpaged.models.metadata import XLA_TILES, AttentionMetadata, GpuAttention
 from jaxpaged.models.rotary import rotate
 from jaxpaged.pallas_kernels import native_attention, paged_attention, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
+from jaxpaged.pallas_kernels.heads import Heads
 from jaxpaged.pallas_kernels.kv_pages import KVPages, write_kv
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 
@@ -24,9 +25,7 @@ class Attention(nnx.Module):
         self, spec: AttentionSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
         heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.q = Linear(model_dim, heads * head_dim, bias=spec.bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(model_dim, kv_heads * head_dim, bias=spec.bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(model_dim, kv_heads * head_dim, bias=spec.bias, dtype=dtype, rngs=rngs)
+        self.qkv = Linear(model_dim, (heads + 2 * kv_heads) * head_dim, bias=spec.bias, dtype=dtype, rngs=rngs)
         self.o = Linear(heads * head_dim, model_dim, bias=spec.output_bias, dtype=dtype, rngs=rngs, sum_over=axis)
         self.q_norm = Norm(head_dim, spec.qk_norm, dtype=dtype) if spec.qk_norm else None
         self.k_norm = Norm(head_dim, spec.qk_norm, dtype=dtype) if spec.qk_norm else None
@@ -38,27 +37,29 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
         """[T, D] -> [T, D], and the pools with this step's keys and values."""
-        tokens = x.shape[0]
-        q, k, v = (y.reshape(tokens, -1, self.head_dim) for y in apply_linear(x, self.q, self.k, self.v))
+        qkv = self.qkv(x).reshape(x.shape[0], -1, self.head_dim)
+        kv_heads = pages.k.shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        q, k, v = Heads(qkv, 0, heads), Heads(qkv, heads, kv_heads), Heads(qkv, heads + kv_heads, kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = (norm(y.reshape(-1, self.head_dim)).reshape(y.shape) for norm, y in ((self.q_norm, q),
-                                                                                        (self.k_norm, k)))
-        rule, bias, work = self.rule, self._head_bias(q.shape[1]), meta.work
+            q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
+        rule, bias, work = self.rule, self._head_bias(heads), meta.work
         if isinstance(work, GpuAttention):
-            q, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.offset, pages, target=work.target)
-            y = paged_attention.paged_attention(q, pages, meta.block_table, work.work, rule, bias, tiles=work.tiles,
-                                                target=work.target)
+            y, padded, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.offset, pages,
+                                               target=work.target, token_rows=work.tiles.token_rows)
+            y = paged_attention.paged_attention(y, pages, meta.block_table, work.work, rule, bias, tiles=work.tiles,
+                                                target=work.target, padded=padded)
         elif work is None:
-            q, k_pool, v_pool = native_attention.rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.offset,
+            y, k_pool, v_pool = native_attention.rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.offset,
                                                                  pages.k, pages.v)
             pages = KVPages(k_pool, v_pool)
-            y = native_attention.paged_attention(q, pages.k, pages.v, meta.block_table, meta.slot, meta.position, rule,
+            y = native_attention.paged_attention(y, pages.k, pages.v, meta.block_table, meta.slot, meta.position, rule,
                                                  bias)
         else:
-            q, k = rotate(q, meta.cos, meta.sin), rotate(k, meta.cos, meta.sin)
-            pages = write_kv(pages, k, v, meta.page, meta.offset)
-            y = xla_paged_attention.paged_attention(q, pages, meta.block_table, work, rule, bias, XLA_TILES)
-        return self.o(y.reshape(tokens, -1)), pages
+            y, keys = (rotate(part.apart(), meta.cos, meta.sin) for part in (q, k))
+            pages = write_kv(pages, keys, v.apart(), meta.page, meta.offset)
+            y = xla_paged_attention.paged_attention(y, pages, meta.block_table, work, rule, bias, XLA_TILES)
+        return self.o(y.reshape(x.shape[0], -1)), pages
 
     def _head_bias(self, heads: int) -> HeadBias:
         """Of the `heads` query heads that this device has."""
@@ -68,3 +69,8 @@ class Attention(nnx.Module):
             if self.axis is not None:
                 slopes = jax.lax.dynamic_slice_in_dim(slopes, jax.lax.axis_index(self.axis) * heads, heads)
         return HeadBias(slopes, None if self.sinks is None else self.sinks[...].astype(jnp.float32))
+
+
+def _normed(heads: Heads, norm: Norm) -> Heads:
+    rows = heads.apart()
+    return Heads.of(norm(rows.reshape(-1, rows.shape[2])).reshape(rows.shape))

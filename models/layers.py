@@ -19,7 +19,7 @@ class Linear(nnx.Module):
     """y = x @ kernel (+ bias); kernel is [in, out], the faster way round on every backend.
 
     `sum_over` names the mesh axes that share the rows of the kernel: their products are added up.
-    `native`: see `use_native_products`.
+    `native`: see `use_native_products`. On a mesh a fused axis is two, of which the first is 1 here: see `FusedAxis`.
     """
 
     def __init__(
@@ -31,27 +31,24 @@ class Linear(nnx.Module):
         self.sum_over = sum_over
         self.native = False
 
+    @property
+    def weights(self) -> jax.Array:
+        """The kernel [in, out]."""
+        kernel = self.kernel[...]
+        return kernel.reshape(kernel.shape[0], -1)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, in] -> [T, out]."""
-        return apply_linear(x, self)[0]
+        y = native_linear.linear(x, [self.weights])[0] if self.native else x @ self.weights
+        y = jax.lax.psum(y, self.sum_over) if self.sum_over else y
+        return y if self.bias is None else y + self.bias[...].reshape(-1)
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         """As an output head: not rounded to the weights' dtype."""
         if self.kernel[...].dtype == jnp.float32:
             return self(x)
-        y = jnp.einsum("bd,dv->bv", x, self.kernel[...], preferred_element_type=jnp.float32)
+        y = jnp.einsum("bd,dv->bv", x, self.weights, preferred_element_type=jnp.float32)
         return y if self.bias is None else y + self.bias[...]
-
-
-def apply_linear(x: jax.Array, *layers: Linear) -> list[jax.Array]:
-    """x through each of the layers: natively one call, which suits layers of few columns."""
-    kernels = [layer.kernel[...] for layer in layers]
-    products = native_linear.linear(x, kernels) if layers[0].native else [x @ kernel for kernel in kernels]
-    results = []
-    for layer, y in zip(layers, products, strict=True):
-        y = jax.lax.psum(y, layer.sum_over) if layer.sum_over else y
-        results.append(y if layer.bias is None else y + layer.bias[...])
-    return results
 
 
 class Norm(nnx.Module):

@@ -30,16 +30,18 @@ class DenseMLP(nnx.Module):
         self, spec: MLPSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
         make = partial(Linear, bias=spec.bias, dtype=dtype, rngs=rngs)
-        self.gate = make(model_dim, spec.dim) if spec.gated else None
-        self.up = make(model_dim, spec.dim)
+        self.gate_up = make(model_dim, 2 * spec.dim) if spec.gated else None
+        self.up = None if spec.gated else make(model_dim, spec.dim)
         self.down = make(spec.dim, model_dim, sum_over=axis)
         self.activation = spec.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, D] -> [T, D]."""
         activate = ACTIVATIONS[self.activation]
-        if self.gate is None:
+        if self.up is not None:
             return self.down(activate(self.up(x)))
-        if self.gate.native and self.gate.bias is None and self.activation == "silu":
-            return self.down(native_linear.gated(x, self.gate.kernel[...], self.up.kernel[...]))
-        return self.down(activate(self.gate(x)) * self.up(x))
+        assert self.gate_up is not None
+        if self.gate_up.native and self.gate_up.bias is None and self.activation == "silu":
+            return self.down(native_linear.gated(x, self.gate_up.weights))
+        gate, up = jnp.split(self.gate_up(x), 2, axis=1)
+        return self.down(activate(gate) * up)

@@ -7,8 +7,8 @@ of the pages of the next are loaded one iteration ahead. Whole pages are read, a
 not be seen is masked in the scores, and values are finite in all pages (see `rotary_kv_write`).
 
 A wgmma has 64 rows, and TMA fills shared memory 8 rows at a time, from rows of the queries that are multiples of 8:
-queries are padded to B per kv head, the group's size rounded up to a power of two of at least 8. Row r of a tile is
-token r // B, query head r % B of the group.
+queries are padded to B per kv head, the group's size rounded up to a power of two of at least 8, which in the engine
+`rotary_kv_write` does. Row r of a tile is token r // B, query head r % B of the group.
 
 What has been shown without a GPU: the results, interpreted, against float64, without races; and that it compiles for
 Hopper without spills. How the interpreted kernel differs from the compiled one: see `mosaic`. No GPU has run it, which
@@ -48,7 +48,8 @@ def supports(group: int, head_dim: int, dtype: jnp.dtype) -> bool:
 
 
 def attend(
-    q: jax.Array,  # [T, N, H]
+    q: jax.Array,  # [T, N, H]; the memory of the results
+    padded: jax.Array | None,  # [T, K, B, H], the same padded, which the kernel reads; None: they are padded here
     pages: KVPages,
     block_table: jax.Array,  # [slots + 1, width] int32
     work: GpuWorkList,
@@ -57,21 +58,22 @@ def attend(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whole tiles' results [T, N, H], queries elsewhere; partial results [Z, K, R, H] and their log2 sums [Z, K, R]."""
-    heads, head_dim = q.shape[1:]
-    page_size, kv_heads = pages.k.shape[1:3]
-    group, sizes = heads // kv_heads, work.sizes
+    (page_size, kv_heads, head_dim), dtype, sizes = pages.k.shape[1:], pages.k.dtype, work.sizes
+    group = q.shape[1] // kv_heads
     spread = rows_per_token(group)
-    spaced = q.astype(pages.k.dtype).reshape(-1, kv_heads, group, head_dim)
-    spaced = jnp.pad(spaced, ((0, 0), (0, 0), (0, spread - group), (0, 0)))  # [T, K, B, H]
+    if padded is None:
+        padded = jnp.pad(q.reshape(-1, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, spread - group), (0, 0)))
+    assert padded.shape == (q.shape[0], kv_heads, spread, head_dim), (q.shape, padded.shape)
+    assert q.dtype == padded.dtype == dtype, (q.dtype, padded.dtype, dtype)
     assert sizes.tile_tokens * spread <= ROWS, (sizes.tile_tokens, spread)
     boxes = max(BLOCK // page_size, 1)
-    dtype, ring = pages.k.dtype, (STAGES, BLOCK, head_dim)
+    ring = (STAGES, BLOCK, head_dim)
     staging = (mosaic.operand((head_dim, BLOCK), dtype), mosaic.operand((ROWS, BLOCK), dtype)) if interpret else ()
-    out = mosaic.written_in_place(q.astype(dtype))  # in its memory; the kernel reads the padded queries
+    out = mosaic.written_in_place(q)
     partials, logsums = mosaic.launch(
         partial(_kernel, rule=rule, group=group, spread=spread, page_size=page_size, tile_tokens=sizes.tile_tokens,
                 tensors=mosaic.Tensors(interpret)),
-        spaced, pages.k, pages.v, block_table, work.items, out,
+        padded, pages.k, pages.v, block_table, work.items, out,
         name="paged_attention_mosaic",
         grid=(kv_heads, sizes.num_items),
         out_shape=(
@@ -88,7 +90,7 @@ def attend(
         ),
         interpret=interpret,
     )
-    return out[...].astype(q.dtype), partials, logsums
+    return out[...], partials, logsums
 
 
 def _kernel(

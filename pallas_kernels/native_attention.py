@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
+from jaxpaged.pallas_kernels.heads import Heads
 from jaxpaged.pallas_kernels.native_build import NativeKernel
 
 KERNEL = NativeKernel("paged_attention.cc", ("jaxpaged_paged_attention", "jaxpaged_rotary_kv_write"))
@@ -41,9 +42,9 @@ def paged_attention(
 
 
 def rotary_kv_write(
-    q: jax.Array,  # [T, N, H] float32
-    k: jax.Array,  # [T, K, H] float32
-    v: jax.Array,  # [T, K, H] float32
+    q: jax.Array | Heads,  # [T, N, H] float32
+    k: jax.Array | Heads,  # [T, K, H] float32
+    v: jax.Array | Heads,  # [T, K, H] float32
     cos: jax.Array,  # [T, H // 2] float32
     sin: jax.Array,  # [T, H // 2] float32
     page: jax.Array,  # [T] int32; padding rows point at the null page, which is never read
@@ -56,11 +57,13 @@ def rotary_kv_write(
     Returns:
         The rotated q, and both pools.
     """
-    assert q.dtype == k.dtype == v.dtype == k_pool.dtype == v_pool.dtype == jnp.float32, (q.dtype, k.dtype, v.dtype,
-                                                                                          k_pool.dtype, v_pool.dtype)
+    q, k, v = Heads.of(q), Heads.of(k), Heads.of(v)
+    arrays = [q.array, k.array, v.array]
+    assert all(array.dtype == jnp.float32 for array in (*arrays, k_pool, v_pool)), [array.dtype for array in arrays]
     assert k.shape == v.shape == (k.shape[0], *k_pool.shape[2:]) and k_pool.shape == v_pool.shape, (
         k.shape, v.shape, k_pool.shape, v_pool.shape)
-    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, k_pool, v_pool)]
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, k_pool.shape, v_pool.shape)]
     call = jax.ffi.ffi_call(_ROTARY_KV_WRITE, results, input_output_aliases={7: 1, 8: 2})
-    turned, k_pool, v_pool = call(q, k, v, cos, sin, page, offset, k_pool, v_pool)
+    turned, k_pool, v_pool = call(*arrays, cos, sin, page, offset, k_pool, v_pool, first_q=np.int64(q.first),
+                                  first_k=np.int64(k.first), first_v=np.int64(v.first))
     return turned, k_pool, v_pool

@@ -27,12 +27,12 @@ def linear(x: jax.Array, weights: Sequence[jax.Array], addend: jax.Array | None 
     return list(jax.ffi.ffi_call(_LINEAR, results)(x, *added, *weights, adds=addend is not None))
 
 
-def gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(x @ gate) * (x @ up) of x [T, in] and weights [in, out] (Shazeer, 2020)."""
-    assert x.shape[1] == gate.shape[0] and gate.shape == up.shape, (x.shape, gate.shape, up.shape)
-    _check_float32(x, gate, up)
-    result = jax.ShapeDtypeStruct((x.shape[0], gate.shape[1]), jnp.float32)
-    product: jax.Array = jax.ffi.ffi_call(_GATED, result)(x, gate, up)
+def gated(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """silu(x @ gate) * (x @ up) of x [T, in] and weights [in, 2 * out], gate before up (Shazeer, 2020)."""
+    assert x.shape[1] == weights.shape[0] and weights.shape[1] % 2 == 0, (x.shape, weights.shape)
+    _check_float32(x, weights)
+    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1] // 2), jnp.float32)
+    product: jax.Array = jax.ffi.ffi_call(_GATED, result)(x, weights)
     return product
 
 

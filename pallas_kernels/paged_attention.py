@@ -82,11 +82,15 @@ def paged_attention(
     *,
     tiles: AttentionTiles,
     target: GpuTarget,
+    padded: jax.Array | None = None,
 ) -> jax.Array:  # [T, N, H]
     """Attention of each row to its slot's positions 0 to its own; rows of padding are finite but arbitrary.
 
     Keys and values are read only at positions that some row of a tile sees; by Mosaic, in all of the pages in which
     these are, so that values have to be finite there.
+
+    Args:
+        padded: the queries as `rotary_kv_write` pads them to `tiles.token_rows`; only Mosaic reads them.
     """
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = pages.k.shape[1:3]
@@ -99,7 +103,8 @@ def paged_attention(
     assert max_addressable(num_pages, pages.k.size // num_pages, pages.k.dtype) == num_pages, pages.k.shape
 
     if tiles.mosaic:
-        out, partials, logsums = mosaic_attention.attend(q, pages, block_table, work, rule, interpret=target.interpret)
+        out, partials, logsums = mosaic_attention.attend(q, padded, pages, block_table, work, rule,
+                                                         interpret=target.interpret)
     else:
         out, partials, logsums = _attend(q, pages, block_table, work, rule, bias, tiles, target)
     merging = COMBINE[target.generation]

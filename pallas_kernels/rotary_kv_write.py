@@ -8,8 +8,8 @@ of queries, and a weight of zero times such a value would still reach queries th
 value is not finite gets a value of zeros and a key of NaN, which makes the scores, and with them the results, NaN of
 exactly those queries that see it.
 
-Axis letters: T tokens, N query heads, K kv heads, G query heads per kv head, H head dim, P pages, S page size, R tokens
-of a tile.
+Axis letters: T tokens, N query heads, K kv heads, G query heads per kv head, B rows of queries per kv head, H head dim,
+P pages, S page size, R tokens of a tile.
 """
 
 import functools
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from jaxpaged.pallas_kernels.heads import Heads
 from jaxpaged.pallas_kernels.kv_pages import LARGEST, KVPages
 from jaxpaged.pallas_kernels.lowering import GpuTarget, launch, load, store
 from jaxpaged.pallas_kernels.tiles import ROTARY, RotaryTiles
@@ -29,9 +30,9 @@ Parts = list[tuple[jax.Array, jax.Array]]  # lanes of H, and rows [R, lanes] of 
 
 
 def rotary_kv_write(
-    q: jax.Array,  # [T, N, H]
-    k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
+    q: jax.Array | Heads,  # [T, N, H]
+    k: jax.Array | Heads,  # [T, K, H]
+    v: jax.Array | Heads,  # [T, K, H]
     cos: jax.Array,  # [T, H // 2] float32
     sin: jax.Array,  # [T, H // 2] float32
     page: jax.Array,  # [T] int32, -1 in rows that write nothing
@@ -39,27 +40,41 @@ def rotary_kv_write(
     pages: KVPages,
     *,
     target: GpuTarget,
-) -> tuple[jax.Array, KVPages]:
-    """The rotated queries [T, N, H], and the pools with the rows written; all rows differ in page or offset."""
-    tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    token_rows: int = 0,
+) -> tuple[jax.Array, jax.Array | None, KVPages]:
+    """Rotate, and write the pools in place; all rows that are written differ in page or offset.
+
+    Args:
+        token_rows: B, of `AttentionTiles`; 0: queries are not padded.
+
+    Returns:
+        The rotated queries [T, N, H], in place if they had an array of their own; the same padded with zeros
+        [T, K, B, H], or None; and the pools.
+    """
+    q, k, v = Heads.of(q), Heads.of(k), Heads.of(v)
+    (tokens, heads, head_dim), kv_heads = q.shape, k.count
     assert k.shape == v.shape == (tokens, kv_heads, head_dim) and heads % kv_heads == 0, (q.shape, k.shape, v.shape)
     assert cos.shape == sin.shape == (tokens, head_dim // 2), (q.shape, cos.shape)
     assert pages.k.dtype != jnp.float8_e4m3fn or target.has_fp8, f"no float8_e4m3fn on {target.compute_capability}"
     tiles = choose_tiles(target, tokens, head_dim)
-    arrays = [q, *[pool for pool in pages if pool is not None]]
-    first = [q, k, v, cos, sin, page, offset]
-    turned, *pools = launch(
-        partial(_kernel, group=heads // kv_heads, rows=tiles.rows, is_scaled=pages.k_scale is not None),
+    first = [q.array, k.array, v.array, cos, sin, page, offset]
+    queries = [jax.ShapeDtypeStruct(q.shape, q.array.dtype)]
+    if token_rows:
+        queries.append(jax.ShapeDtypeStruct((tokens, kv_heads, token_rows, head_dim), q.array.dtype))
+    pools = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pages if pool is not None]
+    turned, *rest = launch(
+        partial(_kernel, group=heads // kv_heads, firsts=(q.first, k.first, v.first), rows=tiles.rows,
+                is_padded=bool(token_rows)),
         *first, *pages,
         name="rotary_kv_write",
         grid=(tokens // tiles.rows, kv_heads),
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
-        aliases={0: 0} | {len(first) + index: 1 + index for index in range(len(arrays) - 1)},
+        out_shape=[*queries, *pools],
+        aliases=({0: 0} if q.is_whole else {}) | {
+            len(first) + index: len(queries) + index for index in range(len(pools))},
         num_warps=tiles.num_warps,
         interpret=target.interpret,
     )
-    return turned, KVPages(*pools)
+    return turned, rest.pop(0) if token_rows else None, KVPages(*rest)
 
 
 def choose_tiles(target: GpuTarget, tokens: int, head_dim: int) -> RotaryTiles:
@@ -70,9 +85,9 @@ def choose_tiles(target: GpuTarget, tokens: int, head_dim: int) -> RotaryTiles:
 
 
 def _kernel(
-    q_ref: Any,  # [T, N, H]
-    k_ref: Any,  # [T, K, H]
-    v_ref: Any,  # [T, K, H]
+    q_ref: Any,  # [T, at least N, H]
+    k_ref: Any,  # [T, at least K, H]
+    v_ref: Any,  # [T, at least K, H]
     cos_ref: Any,  # [T, H // 2]
     sin_ref: Any,  # [T, H // 2]
     page_ref: Any,  # [T]
@@ -81,17 +96,18 @@ def _kernel(
     v_pool: Any,  # [P, S, K, H], the memory of v_out
     k_scale: Any,  # [P, K, S], the memory of k_scale_out, or None
     v_scale: Any,  # [P, K, S], the memory of v_scale_out, or None
-    turned_ref: Any,  # [T, N, H], the memory of q
-    k_out: Any,  # [P, S, K, H]
-    v_out: Any,  # [P, S, K, H]
-    k_scale_out: Any = None,  # [P, K, S]
-    v_scale_out: Any = None,  # [P, K, S]
-    *,
+    turned_ref: Any,  # [T, N, H], the memory of q where q has an array of its own
+    *outs: Any,  # [T, K, B, H] padded queries; the pools and their scales
     group: int,
+    firsts: tuple[int, int, int],  # head of q, k and v in their arrays
     rows: int,
-    is_scaled: bool,
+    is_padded: bool,
 ) -> None:
+    padded_ref, k_out, v_out, *scale_outs = outs if is_padded else (None, *outs)
+    k_scale_out, v_scale_out = scale_outs or (k_scale, v_scale)  # None without scales
+    is_scaled = k_scale is not None
     half = q_ref.shape[2] // 2
+    first_q, first_k, first_v = firsts
     kv_head = pl.program_id(1)
     token = pl.program_id(0) * rows + jnp.arange(rows)
     angles = []
@@ -115,13 +131,20 @@ def _kernel(
 
     for member in range(group):
         head = kv_head * group + member
-        for lane, part in turn(q_ref, head):
+        for lane, part in turn(q_ref, first_q + head):
             store(turned_ref.at[token[:, None], head, lane[None, :]], part)
+            if padded_ref is not None:
+                store(padded_ref.at[token[:, None], kv_head, member, lane[None, :]], part)
+    if padded_ref is not None:
+        for member in range(group, padded_ref.shape[2]):
+            for lane in (start + lane for lane, _, _ in angles for start in (0, half)):
+                zeros = jnp.zeros((rows, lane.size), padded_ref.dtype)
+                store(padded_ref.at[token[:, None], kv_head, member, lane[None, :]], zeros)
 
     page, offset = load(page_ref.at[token]), load(offset_ref.at[token])
     written = page >= 0
     page = jnp.maximum(page, 0)
-    keys, values = turn(k_ref, kv_head), whole(v_ref, kv_head)
+    keys, values = turn(k_ref, first_k + kv_head), whole(v_ref, first_v + kv_head)
     sound = _are_finite(keys + values, v_ref.dtype if is_scaled else v_out.dtype)
     values = [(lane, jnp.where(sound[:, None], part, 0)) for lane, part in values]
     if not is_scaled:  # else the scale shows it

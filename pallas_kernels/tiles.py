@@ -26,7 +26,7 @@ class AttentionTiles:
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    token_rows: int = 1
+    token_rows: int = 0
     mosaic: bool = False
 
 

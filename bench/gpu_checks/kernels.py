@@ -80,7 +80,7 @@ def check_kernels(report: Report) -> None:
         angle = jax.random.uniform(keys[2], (tokens, head_dim // 2), maxval=6.0)
         page = jnp.where(jnp.arange(tokens) % 5 == 4, -1, step.table[0, jnp.arange(tokens) // PAGE])
         args = (step.q, k, v, jnp.cos(angle), jnp.sin(angle), page, jnp.arange(tokens) % PAGE)
-        q, pages = jax.jit(functools.partial(rotary_kv_write, target=target))(*args, step.pages)
+        q, _, pages = jax.jit(functools.partial(rotary_kv_write, target=target))(*args, step.pages)
         wanted_q, wanted = reference.rotary_kv_write(*args, step.pages)
 
         def away(found: Any, wanted: Any) -> float:

@@ -119,18 +119,24 @@ Multiply find_multiply(int64_t rows, int vectors) {
   return with_vectors<mode, R>(vectors);
 }
 
-// y = x @ w (+ addend), or silu(x @ w) * (x @ up).
+// y = x @ w (+ addend); or, gated, silu(x @ g) * (x @ u) of w = [g | u].
 struct Product {
-  const float *x, *w, *up, *addend;
+  const float *x, *w, *addend;
   float* y;
   int64_t rows, in, out;
+  bool gated = false;
 
   int64_t blocks() const { return std::max<int64_t>(2, div_up(in, kDepth)); }
   int64_t depth() const { return div_up(in, blocks()); }
-  int64_t padded_out() const { return round_up(out, kLanes); }
-  int matrices() const { return up ? 2 : 1; }
-  const float* matrix(int m) const { return m ? up : w; }
-  int64_t partials() const { return matrices() * blocks() * rows * padded_out(); }
+  int matrices() const { return gated ? 2 : 1; }
+  const float* matrix(int m) const { return w + m * out; }
+  int64_t stride() const { return matrices() * out; }  // of the weights
+  // Floats between rows of sums. A multiple of a power of two this large would make them displace one another in caches.
+  int64_t padded() const {
+    const int64_t whole = round_up(stride(), kLanes);
+    return whole % 256 ? whole : whole + kLanes;
+  }
+  int64_t partials() const { return blocks() * rows * padded(); }
 
   // Outputs `first` to `last` of one row from its finished sums.
   void finish(int64_t row, int64_t first, int64_t last, const float* sums, const float* up_sums) const {
@@ -140,13 +146,17 @@ struct Product {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
       Floats value = load(sums + i);
-      if (up) value = silu(value) * load(up_sums + i);
+      if (gated) value = silu(value) * load(up_sums + i);
       if (plus) value += load(plus + i);
       store(to + i, value);
     }
     if (i == count) return;
-    float rest[kLanes];  // sums are padded to whole vectors
-    store(rest, up ? silu(load(sums + i)) * load(up_sums + i) : load(sums + i));
+    float rest[kLanes] = {}, up_rest[kLanes] = {};
+    std::copy(sums + i, sums + count, rest);
+    if (gated) {
+      std::copy(up_sums + i, up_sums + count, up_rest);
+      store(rest, silu(load(rest)) * load(up_rest));
+    }
     for (int64_t j = 0; i < count; ++i, ++j) to[i] = rest[j] + (plus ? plus[i] : 0.0f);
   }
 };
@@ -157,7 +167,7 @@ struct Item {
   Kind kind;
   const Product* product;
   float* partials;             // of the product
-  int64_t block, matrix;       // kStream
+  int64_t block;               // kStream
   int64_t column, columns;     // all but kFinish
   int64_t row, rows;           // kFinish, kPanel
 };
@@ -173,11 +183,11 @@ void copy_panel(const float* w, int64_t stride, int64_t depth, int64_t columns, 
 
 void stream(const Item& item) {
   const Product& p = *item.product;
-  const int64_t padded = p.padded_out(), groups = div_up(p.rows, kRows);
+  const int64_t padded = p.padded(), groups = div_up(p.rows, kRows);
   const int64_t first = item.block * p.depth(), last = std::min(p.in, first + p.depth());
   const int64_t step = std::max<int64_t>(8, kStreamBytes / (4 * item.columns) / 8 * 8);
-  const float* w = p.matrix(item.matrix) + item.column;
-  float* sums = item.partials + (item.matrix * p.blocks() + item.block) * p.rows * padded + item.column;
+  const float* w = p.w + item.column;
+  float* sums = item.partials + item.block * p.rows * padded + item.column;
   if (first >= last) {  // a depth of one
     for (int64_t row = 0; row < p.rows; ++row) std::memset(sums + row * padded, 0, 4 * item.columns);
     return;
@@ -185,15 +195,15 @@ void stream(const Item& item) {
   Buffer rest;
   for (int64_t k = first; k < last; k += step) {
     const int64_t depth = std::min(step, last - k);
-    Ahead ahead{w + (k + depth) * p.out, item.columns, p.out, 0, depth};
+    Ahead ahead{w + (k + depth) * p.stride(), item.columns, p.stride(), 0, depth};
     for (int64_t c = 0; c < item.columns; c += kPanel) {
       const int64_t columns = std::min<int64_t>(kPanel, item.columns - c);
       const int vectors = static_cast<int>(div_up(columns, kLanes));
-      const float* from = w + k * p.out + c;
-      int64_t stride = p.out;
+      const float* from = w + k * p.stride() + c;
+      int64_t stride = p.stride();
       if (columns % kLanes) {
         if (!rest) rest = allocate(step * kPanel);
-        copy_panel(from, p.out, depth, columns, vectors * kLanes, rest.get());
+        copy_panel(from, p.stride(), depth, columns, vectors * kLanes, rest.get());
         from = rest.get(), stride = vectors * kLanes;
       }
       const int lines = static_cast<int>(div_up(columns, kLine));
@@ -212,14 +222,14 @@ void stream(const Item& item) {
 
 void finish(const Item& item) {
   const Product& p = *item.product;
-  const int64_t padded = p.padded_out(), size = p.rows * padded;
-  for (int64_t row = item.row; row < item.row + item.rows; ++row)
-    for (int m = 0; m < p.matrices(); ++m) {
-      float* sums = item.partials + m * p.blocks() * size + row * padded;
-      for (int64_t block = 1; block < p.blocks(); ++block)
-        for (int64_t c = 0; c < padded; c += kLanes) store(sums + c, load(sums + c) + load(sums + block * size + c));
-      if (m + 1 == p.matrices()) p.finish(row, 0, p.out, item.partials + row * padded, sums);
-    }
+  const int64_t padded = p.padded(), size = p.rows * padded;
+  for (int64_t row = item.row; row < item.row + item.rows; ++row) {
+    float* sums = item.partials + row * padded;
+    for (int64_t block = 1; block < p.blocks(); ++block)
+      for (int64_t c = 0; c < p.stride(); c += kLanes)
+        store(sums + c, load(sums + c) + load(sums + block * size + c));
+    p.finish(row, 0, p.out, sums, sums + p.out);
+  }
 }
 
 // The first rows copy the weights for the others. `next`: what is likely to be this thread's next panel, or null.
@@ -233,18 +243,18 @@ void panel(const Item& item, const Item* next, float* scratch) {
     for (int64_t first = 0; first < p.in; first += p.depth()) {
       const int64_t depth = std::min(p.in - first, p.depth());
       const bool ends = first + depth == p.in, last = ends && m + 1 == p.matrices();
-      const float* w = p.matrix(m) + first * p.out + item.column;
-      Ahead ahead{w + depth * p.out, width, p.out, vectors, groups};
+      const float* w = p.matrix(m) + first * p.stride() + item.column;
+      Ahead ahead{w + depth * p.stride(), width, p.stride(), vectors, groups};
       if (ends && !last) ahead.row = p.matrix(m + 1) + item.column;
-      if (last && next) ahead = {next->product->w + next->column, kPanel, next->product->out, kVectors, groups};
+      if (last && next) ahead = {next->product->w + next->column, kPanel, next->product->stride(), kVectors, groups};
       if (last && !next) ahead.lines = 0;
-      if (!whole) copy_panel(w, p.out, depth, item.columns, width, copy);
+      if (!whole) copy_panel(w, p.stride(), depth, item.columns, width, copy);
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t row = item.rows * g / groups, rows = item.rows * (g + 1) / groups - row;
         const bool copying = whole && g == 0;
         const Multiply run = copying ? find_multiply<Mode::kCopying>(rows, vectors)
                                      : find_multiply<Mode::kPaced>(rows, vectors);
-        run(p.x + (item.row + row) * p.in + first, p.in, copying ? w : copy, copying ? p.out : width, depth,
+        run(p.x + (item.row + row) * p.in + first, p.in, copying ? w : copy, copying ? p.stride() : width, depth,
             sums + row * kPanel, kPanel, first ? Sums::kAdded : Sums::kFresh, &ahead, copy);
         for (int64_t r = row; last && r < row + rows; ++r)
           p.finish(item.row + r, item.column, item.column + item.columns, first_sums + r * kPanel, sums + r * kPanel);
@@ -287,16 +297,17 @@ class Call {
       return;
     }
     int64_t floats = 0, jobs = 0;
-    for (const Product& p : products_) floats += p.partials(), jobs += p.matrices() * p.blocks();
+    for (const Product& p : products_) floats += p.partials(), jobs += p.blocks();
     memory_ = allocate(floats);
     float* partials = memory_.get();
     for (const Product& p : products_) {
-      // Whole rows where that gives every thread something to do.
-      const int64_t columns = round_up(div_up(p.out, div_up(threads_, jobs)), kPanel);
-      for (int64_t m = 0; m < p.matrices(); ++m)
-        for (int64_t block = 0; block < p.blocks(); ++block)
-          for (int64_t c = 0; c < p.out; c += columns)
-            items_.push_back({Kind::kStream, &p, partials, block, m, c, std::min(columns, p.out - c), 0, 0});
+      // Whole rows where that gives every thread something to do, and if for each row of x the weights between two
+      // visits of its sums are deep enough to be worth them.
+      const int64_t max_columns = kStreamBytes / (4 * std::max<int64_t>(8, 2 * p.rows));
+      const int64_t columns = round_up(std::min(max_columns, div_up(p.stride(), div_up(threads_, jobs))), kPanel);
+      for (int64_t block = 0; block < p.blocks(); ++block)
+        for (int64_t c = 0; c < p.stride(); c += columns)
+          items_.push_back({Kind::kStream, &p, partials, block, c, std::min(columns, p.stride() - c), 0, 0});
       partials += p.partials();
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
@@ -308,7 +319,7 @@ class Call {
       const int64_t parts = p.rows * p.out < kSmallFinish ? 1 : std::min(threads_, p.rows);
       for (int64_t i = 0; i < parts; ++i) {
         const int64_t row = p.rows * i / parts;
-        items_.push_back({Kind::kFinish, &p, partials, 0, 0, 0, 0, row, p.rows * (i + 1) / parts - row});
+        items_.push_back({Kind::kFinish, &p, partials, 0, 0, 0, row, p.rows * (i + 1) / parts - row});
       }
       partials += p.partials();
     }
@@ -324,7 +335,7 @@ class Call {
       for (int64_t row = 0; row < padded; ++row)
         memory_.get()[k * padded + row] = row < p.rows ? p.x[row * p.in + k] : 0.0f;
     for (int64_t n = 0; n < p.out; n += kByRowsOut)
-      items_.push_back({Kind::kByRows, &p, nullptr, 0, 0, n, std::min(kByRowsOut, p.out - n), 0, 0});
+      items_.push_back({Kind::kByRows, &p, nullptr, 0, n, std::min(kByRowsOut, p.out - n), 0, 0});
     sorted_ = items_.size();
   }
 
@@ -360,7 +371,7 @@ class Call {
     while (columns * div_up(p.rows, rows) < 2 * threads_ && rows > 8 * kRows) rows = round_up(rows / 2, kRows);
     for (int64_t row = 0; row < p.rows; row += rows)
       for (int64_t c = 0; c < p.out; c += kPanel)
-        items_.push_back({Kind::kPanel, &p, nullptr, 0, 0, c, std::min<int64_t>(kPanel, p.out - c), row,
+        items_.push_back({Kind::kPanel, &p, nullptr, 0, c, std::min<int64_t>(kPanel, p.out - c), row,
                           std::min(rows, p.rows - row)});
   }
 
@@ -390,7 +401,7 @@ ffi::Error linear(ffi::ThreadPool pool, bool adds, ffi::Buffer<ffi::F32> x, ffi:
   for (size_t i = 0; i < results.size(); ++i) {
     auto w = *more.get<ffi::Buffer<ffi::F32>>(i + adds);
     auto y = *results.get<ffi::Buffer<ffi::F32>>(i);
-    products.push_back({x.typed_data(), w.typed_data(), nullptr, addend, y->typed_data(), x.dimensions()[0],
+    products.push_back({x.typed_data(), w.typed_data(), addend, y->typed_data(), x.dimensions()[0],
                         w.dimensions()[0], w.dimensions()[1]});
   }
   auto call = std::make_shared<Call>(pool.num_threads());
@@ -399,11 +410,11 @@ ffi::Error linear(ffi::ThreadPool pool, bool adds, ffi::Buffer<ffi::F32> x, ffi:
   return ffi::Error::Success();
 }
 
-ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> gate, ffi::Buffer<ffi::F32> up,
+ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
                  ffi::Result<ffi::Buffer<ffi::F32>> y) {
   auto call = std::make_shared<Call>(pool.num_threads());
-  call->plan({{x.typed_data(), gate.typed_data(), up.typed_data(), nullptr, y->typed_data(), x.dimensions()[0],
-               gate.dimensions()[0], gate.dimensions()[1]}});
+  call->plan({{x.typed_data(), w.typed_data(), nullptr, y->typed_data(), x.dimensions()[0], w.dimensions()[0],
+               w.dimensions()[1] / 2, true}});
   run_on(pool, call);
   return ffi::Error::Success();
 }
@@ -411,7 +422,7 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi:
 ffi::Error transposed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
                       ffi::Result<ffi::Buffer<ffi::F32>> y) {
   auto call = std::make_shared<Call>(pool.num_threads());
-  call->plan_by_rows({x.typed_data(), w.typed_data(), nullptr, nullptr, y->typed_data(), x.dimensions()[0],
+  call->plan_by_rows({x.typed_data(), w.typed_data(), nullptr, y->typed_data(), x.dimensions()[0],
                       w.dimensions()[1], w.dimensions()[0]});
   run_on(pool, call);
   return ffi::Error::Success();
@@ -453,8 +464,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_gated, jaxpaged::gated,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()   // x [T, in]
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // gate [in, out]
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // up [in, out]
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // gate and up [in, 2 * out]
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_transposed, jaxpaged::transposed,

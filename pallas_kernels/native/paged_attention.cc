@@ -391,23 +391,27 @@ void rotate(const float* from, const float* cos, const float* sin, int64_t heads
     }
 }
 
-// A row after the other: what a step's rows take is too short to share. The pools are written where they lie.
-ffi::Error rotate_and_write(ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                            ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> page,
-                            ffi::Buffer<ffi::S32> offset, ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
+// A row after the other: what a step's rows take is too short to share. The pools are written where they lie. Queries,
+// keys and values may be heads of larger arrays.
+ffi::Error rotate_and_write(int64_t first_q, int64_t first_k, int64_t first_v, ffi::Buffer<ffi::F32> q,
+                            ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> cos,
+                            ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> page, ffi::Buffer<ffi::S32> offset,
+                            ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
                             ffi::Result<ffi::Buffer<ffi::F32>> turned, ffi::Result<ffi::Buffer<ffi::F32>> keys_out,
                             ffi::Result<ffi::Buffer<ffi::F32>> values_out) {
   if (keys.typed_data() != keys_out->typed_data() || values.typed_data() != values_out->typed_data())
     return ffi::Error::Internal("the pools are to be updated in place");
-  const int64_t tokens = q.dimensions()[0], heads = q.dimensions()[1], half = q.dimensions()[2] / 2;
-  const int64_t kv_heads = k.dimensions()[1], page_size = keys.dimensions()[1], width = kv_heads * 2 * half;
+  const int64_t tokens = q.dimensions()[0], heads = turned->dimensions()[1], half = q.dimensions()[2] / 2;
+  const int64_t kv_heads = keys.dimensions()[2], page_size = keys.dimensions()[1], width = kv_heads * 2 * half;
+  const auto at = [half](const ffi::Buffer<ffi::F32>& array, int64_t row, int64_t head) {
+    return array.typed_data() + (row * array.dimensions()[1] + head) * 2 * half;
+  };
   for (int64_t row = 0; row < tokens; ++row) {
     const float *row_cos = cos.typed_data() + row * half, *row_sin = sin.typed_data() + row * half;
-    const int64_t at = row * heads * 2 * half;
-    rotate(q.typed_data() + at, row_cos, row_sin, heads, half, turned->typed_data() + at);
+    rotate(at(q, row, first_q), row_cos, row_sin, heads, half, turned->typed_data() + row * heads * 2 * half);
     const int64_t to = (page.typed_data()[row] * page_size + offset.typed_data()[row]) * width;
-    rotate(k.typed_data() + row * width, row_cos, row_sin, kv_heads, half, keys_out->typed_data() + to);
-    std::memcpy(values_out->typed_data() + to, v.typed_data() + row * width, width * sizeof(float));
+    rotate(at(k, row, first_k), row_cos, row_sin, kv_heads, half, keys_out->typed_data() + to);
+    std::memcpy(values_out->typed_data() + to, at(v, row, first_v), width * sizeof(float));
   }
   return ffi::Error::Success();
 }
@@ -435,9 +439,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_paged_attention, jaxpaged::run,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rotary_kv_write, jaxpaged::rotate_and_write,
                               ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::F32>>()    // q [T, N, H]
-                                  .Arg<ffi::Buffer<ffi::F32>>()    // k [T, K, H]
-                                  .Arg<ffi::Buffer<ffi::F32>>()    // v [T, K, H]
+                                  .Attr<int64_t>("first_q")
+                                  .Attr<int64_t>("first_k")
+                                  .Attr<int64_t>("first_v")
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // q [T, at least N, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // k [T, at least K, H]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // v [T, at least K, H]
                                   .Arg<ffi::Buffer<ffi::F32>>()    // cos [T, H / 2]
                                   .Arg<ffi::Buffer<ffi::F32>>()    // sin [T, H / 2]
                                   .Arg<ffi::Buffer<ffi::S32>>()    // page [T]

@@ -93,8 +93,12 @@ def test_a_llama_has_each_weight_in_its_place(tied: bool, tmp_path: Path) -> Non
         expected["layers"][layer] = {
             "attn_norm": {"scale": weights[f"{here}.input_layernorm.weight"]},
             "mlp_norm": {"scale": weights[f"{here}.post_attention_layernorm.weight"]},
-            "attn": {name: {"kernel": weights[f"{here}.self_attn.{name}_proj.weight"].T} for name in "qkvo"},
-            "mlp": {name: {"kernel": weights[f"{here}.mlp.{name}_proj.weight"].T} for name in ("gate", "up", "down")},
+            "attn": {"qkv": {"kernel": np.vstack([weights[f"{here}.self_attn.{name}_proj.weight"]
+                                                  for name in "qkv"]).T},
+                     "o": {"kernel": weights[f"{here}.self_attn.o_proj.weight"].T}},
+            "mlp": {"gate_up": {"kernel": np.vstack([weights[f"{here}.mlp.{name}_proj.weight"]
+                                                     for name in ("gate", "up")]).T},
+                    "down": {"kernel": weights[f"{here}.mlp.down_proj.weight"].T}},
         }
     if not tied:
         expected["head"] = {"kernel": weights["lm_head.weight"].T}

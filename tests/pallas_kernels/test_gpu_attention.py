@@ -264,7 +264,7 @@ def test_a_token_that_is_not_a_number_spoils_no_earlier_one() -> None:
     keys[bad] = values[bad] = np.nan
     ones = np.ones((SMALL.tokens, SMALL.head_dim // 2), np.float32)
     pages = KVPages(jnp.asarray(batch.k_pool), jnp.asarray(batch.v_pool))
-    q, pages = jax.jit(partial(rotary_kv_write, target=TARGET))(
+    q, _, pages = jax.jit(partial(rotary_kv_write, target=TARGET))(
         batch.q, keys, values, ones, 0 * ones, page, offset, pages)
     found, _ = compiled(SMALL, PLAIN)(q, pages, batch.block_table, batch.slot, batch.position)
     found = np.asarray(found)[:33]

@@ -324,3 +324,6 @@ def rotary_kv_write(case: dict[str, Any], pages: KVPages) -> tuple[jax.Array, KV
 def test_rotary_embedding_and_kv_write_against_float64(sizes: tuple[int, int, int, int]) -> None:
     case = rotary.make_case(*sizes, seed=4)
     rotary.check(case, rotary.make_pages(sizes[2], sizes[3], jnp.float32), 1e-5, rotary_kv_write)
+    pages = [rotary.make_pages(sizes[2], sizes[3], jnp.float32) for _ in range(2)]
+    jax.tree.map(np.testing.assert_array_equal, rotary_kv_write(rotary.in_one_array(case), pages[0]),
+                 rotary_kv_write(case, pages[1]))

@@ -47,7 +47,7 @@ def check(rows: int, size_in: int, size_out: int, seed: int = 0) -> None:
     np.testing.assert_allclose(other, x64 @ narrow, **close)
     np.testing.assert_allclose(linear(x, [w], addend)[0], wanted + addend, **close)
     np.testing.assert_allclose(transposed(x, np.ascontiguousarray(w.T)), wanted, **close)
-    np.testing.assert_allclose(gated(x, w, up), wanted / (1 + np.exp(-wanted)) * (x64 @ up), **close)
+    np.testing.assert_allclose(gated(x, np.hstack([w, up])), wanted / (1 + np.exp(-wanted)) * (x64 @ up), **close)
     normed = x64 / np.sqrt(np.mean(x64 * x64, axis=1, keepdims=True) + 0.1)
     np.testing.assert_allclose(rms_norm(x, w[:, 0], 0.1), normed * w[:, 0], rtol=1e-5, atol=1e-6)
 
@@ -83,7 +83,7 @@ def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 32, 33, 100])
 def test_a_row_is_bitwise_the_same_among_any_number(rows: int) -> None:
     x, w, up, table = operands()
-    for run in (lambda x: linear(x, [w, up])[1], lambda x: gated(x, w, up), lambda x: transposed(x, table),
+    for run in (lambda x: linear(x, [w, up])[1], lambda x: gated(x, np.hstack([w, up])), lambda x: transposed(x, table),
                 lambda x: rms_norm(x, table[0], 1e-5)):
         np.testing.assert_array_equal(run(x[:rows]), np.asarray(run(x))[:rows])
 
@@ -94,7 +94,8 @@ def test_what_is_not_finite_stays_in_its_row_or_column(rows: int, value: float) 
     x, w, up, table = operands()
     x, bad, bad_w, bad_table = x[:rows], x[:rows].copy(), w.copy(), table.copy()
     bad[3, 7] = bad_w[5, 9] = bad_table[9, 5] = value
-    for run, broken, weights in ((lambda x, w: linear(x, [w])[0], bad_w, w), (lambda x, w: gated(x, w, up), bad_w, w),
+    for run, broken, weights in ((lambda x, w: linear(x, [w])[0], bad_w, w),
+                                 (lambda x, w: gated(x, np.hstack([w, up])), bad_w, w),
                                  (transposed, bad_table, table)):
         clean = np.asarray(run(x, weights))
         found, others = np.asarray(run(bad, weights)), np.arange(rows) != 3

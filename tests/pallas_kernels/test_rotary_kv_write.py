@@ -1,6 +1,7 @@
 """Rotary embedding and KV write in one kernel, interpreted, against float64; and what the compiler makes of it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from bench.gpu_code import analyze
 from jaxpaged.execution.aot import dump_options, no_persistent_cache
 from jaxpaged.pallas_kernels import reference
+from jaxpaged.pallas_kernels.heads import Heads
 from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
 from jaxpaged.pallas_kernels.lowering import GpuTarget, lowering_for
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
@@ -25,7 +27,8 @@ PAGES, SIZE = 9, 16
 
 @jax.jit
 def run(case: dict[str, Any], pages: KVPages) -> tuple[jax.Array, KVPages]:
-    return rotary_kv_write(**case, pages=pages, target=INTERPRET)
+    q, _, pages = rotary_kv_write(**case, pages=pages, target=INTERPRET)
+    return q, pages
 
 
 def make_case(tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int, *, padding: int = 0) -> dict[str, Any]:
@@ -89,6 +92,34 @@ def test_against_float64(sizes: tuple[int, int, int, int], seed: int, padding: i
     check(case, make_pages(sizes[2], sizes[3], jnp.float32), 1e-5)
 
 
+def in_one_array(case: dict[str, Any]) -> dict[str, Any]:
+    """Queries, keys and values as heads of one array, in another order, with heads between that nobody asks for."""
+    tokens, count, head_dim = case["k"].shape
+    other = np.full((tokens, 2, head_dim), np.nan, np.float32)
+    array = jnp.concatenate([other, case["v"], case["q"], other, case["k"]], axis=1)
+    heads = case["q"].shape[1]
+    return case | {"q": Heads(array, 2 + count, heads), "k": Heads(array, 4 + count + heads, count),
+                   "v": Heads(array, 2, count)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_heads_of_one_array(dtype: Any) -> None:
+    case = make_case(6, 4, 2, 64, 3, padding=2)
+    wanted = run(case, make_pages(2, 64, dtype))
+    jax.tree.map(np.testing.assert_array_equal, run(in_one_array(case), make_pages(2, 64, dtype)), wanted)
+
+
+def test_queries_padded_for_mosaic() -> None:
+    case = make_case(6, 6, 2, 64, 3, padding=2)
+    wanted, pages = run(case, make_pages(2, 64, jnp.int8))
+    q, padded, found = jax.jit(partial(rotary_kv_write, target=INTERPRET, token_rows=8))(
+        **in_one_array(case), pages=make_pages(2, 64, jnp.int8))
+    jax.tree.map(np.testing.assert_array_equal, (q, found), (wanted, pages))
+    rows = np.asarray(padded)
+    np.testing.assert_array_equal(rows[:, :, :3].reshape(q.shape), wanted)
+    assert rows.shape == (6, 2, 8, 64) and not rows[:, :, 3:].any()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [
     (jnp.bfloat16, 0.01), (jnp.float16, 0.002), (jnp.int8, 1e-5), (jnp.float8_e4m3fn, 0.07)])
 def test_page_dtypes(dtype: Any, tolerance: float) -> None:
@@ -147,14 +178,15 @@ def test_rows_of_the_smallest_numbers_become_zeros(dtype: Any) -> None:
         assert (np.asarray(scale).swapaxes(1, 2)[at] == 1).all()
 
 
-@pytest.mark.parametrize(("gpu", "tokens", "head_dim", "dtype"), [
-    (QUICK_GPU, 64, 128, jnp.bfloat16), (QUICK_GPU, 8192, 128, jnp.int8), (QUICK_GPU, 256, 80, jnp.float8_e4m3fn),
+@pytest.mark.parametrize(("gpu", "tokens", "head_dim", "dtype", "apart"), [
+    (QUICK_GPU, 64, 128, jnp.bfloat16, False), (QUICK_GPU, 8192, 128, jnp.int8, False),
+    (QUICK_GPU, 256, 80, jnp.float8_e4m3fn, True),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (QUICK_GPU, 8192, 64, jnp.bfloat16), (OTHER_GPU, 64, 64, jnp.bfloat16), (OTHER_GPU, 8192, 128, jnp.int8),
-        (OTHER_GPU, 1, 96, jnp.float16))),
+        (QUICK_GPU, 8192, 64, jnp.bfloat16, False), (OTHER_GPU, 64, 64, jnp.bfloat16, True),
+        (OTHER_GPU, 8192, 128, jnp.int8, False), (OTHER_GPU, 1, 96, jnp.float16, False))),
 ])
-def test_compiled_for_gpus(gpu: str, tokens: int, head_dim: int, dtype: Any, tmp_path: Path) -> None:
-    """One launch, in place, 16 bytes at a time, nothing spilled."""
+def test_compiled_for_gpus(gpu: str, tokens: int, head_dim: int, dtype: Any, apart: bool, tmp_path: Path) -> None:
+    """One launch, in place, 16 bytes at a time, nothing spilled; queries, keys and values in one array, or apart."""
     device = compile_only_device(gpu)
     target, sharding = GpuTarget.of(device), jax.sharding.SingleDeviceSharding(device)
     case = make_case(tokens=1, heads=1, kv_heads=1, head_dim=head_dim, seed=0)
@@ -165,14 +197,23 @@ def test_compiled_for_gpus(gpu: str, tokens: int, head_dim: int, dtype: Any, tmp
     pool = jax.ShapeDtypeStruct((4096, 16, 8, head_dim), dtype, sharding=sharding)
     scale = jax.ShapeDtypeStruct((4096, 8, 16), jnp.float32, sharding=sharding) if is_scaled(dtype) else None
     pages = KVPages(pool, pool, scale, scale)  # type: ignore[arg-type]
+    array = jax.ShapeDtypeStruct((tokens, sum(heads.values()), head_dim), jnp.bfloat16, sharding=sharding)
+    where = {"q": 0, "k": heads["q"], "v": heads["q"] + heads["k"]}
+
+    def write(q: Any, rest: Any, pages: KVPages) -> Any:
+        if not apart:
+            rest = rest | {name: Heads(q, first, heads[name]) for name, first in where.items()}
+        return rotary_kv_write(**{"q": q} | rest, pages=pages, target=target)
+
+    queries = shapes.pop("q")
     with lowering_for(device):
-        lowered = jax.jit(lambda q, rest, pages: rotary_kv_write(q, **rest, pages=pages, target=target),
-                          donate_argnums=(0, 2)).lower(shapes.pop("q"), shapes, pages)
+        lowered = jax.jit(write, donate_argnums=(0, 2) if apart else 2).lower(
+            queries if apart else array, shapes, pages)
     with no_persistent_cache():
         facts = analyze(lowered.compile(compiler_options=dump_options(tmp_path)), tmp_path, kernels="rotary")
     leaves = jax.tree.leaves(pages)
     pool_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    assert facts.alias_bytes == pool_bytes + tokens * 32 * head_dim * 2 and not facts.temporary_bytes
+    assert facts.alias_bytes == pool_bytes + apart * tokens * 32 * head_dim * 2 and not facts.temporary_bytes
     assert [launch.name for launch in facts.work] == ["rotary_kv_write"]
     kernel = facts.kernel("rotary_kv_write")
     assert not kernel.spill_bytes and kernel.registers <= 128

@@ -77,18 +77,29 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
                         for kind, size in programs.names() if kind in case.get("collectives", ())},
     }
     if "update" in case:
-        engine.update_weights(jax.tree.map(lambda leaf: leaf * 0, _unpadded(runner)))
-        assert all(not leaf.any() for leaf in jax.tree.leaves(engine.params))
+        _check_updates(engine, case["engine"]["model"])
     engine.shutdown()
     return result
 
 
-def _unpadded(runner: Any) -> Any:
+def _check_updates(engine: Any, model: str) -> None:
+    """Weights as the checkpoint has them, or as the devices hold them, end up where the loaded ones were."""
     import jax
     import numpy as np
 
-    return jax.tree.map(lambda leaf, shape: np.asarray(leaf)[tuple(slice(size) for size in shape.shape)],
-                        runner.params, runner._stored)
+    from jaxpaged.loading.checkpoint import open_checkpoint
+    from jaxpaged.loading.weights import load_params
+    from jaxpaged.models.registry import find_family
+
+    checkpoint, loaded, shapes = open_checkpoint(Path(model)), engine.params, engine._runner._stored
+    family = find_family(checkpoint.config)
+    stored = load_params(shapes, family.weights, checkpoint, config=family.config_from_hf(checkpoint.config),
+                         ignored=family.ignored)
+    for params in (stored, loaded, jax.tree.map(np.asarray, stored), jax.tree.map(np.asarray, loaded)):
+        engine.update_weights(jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes))
+        assert all(not leaf.any() for leaf in jax.tree.leaves(engine.params))
+        engine.update_weights(params)
+        jax.tree.map(np.testing.assert_array_equal, engine.params, loaded)
 
 
 def _bytes_by_device(tree: Any) -> list[int]:
