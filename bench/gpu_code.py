@@ -71,6 +71,7 @@ class Kernel:
         mma, wgmma: tensor-core instructions, by warp or by warp group (Blackwell's tcgen05 among the latter).
         wait_groups: the number of groups of asynchronous loads that may still be under way at each wait, in order. A
             loop that waits for 0 does not load while it computes.
+        loop: instructions of its longest loop, in PTX: with those of inline assembly, without constants.
         tma_loads, barriers: loads of whole boxes by the tensor memory accelerator, and the barriers in shared memory
             that signal their end.
     """
@@ -89,6 +90,7 @@ class Kernel:
     mma: int
     wgmma: int
     wait_groups: tuple[int, ...]
+    loop: int
     tma_loads: int
     barriers: int
 
@@ -291,9 +293,29 @@ def _kernel(name: str, body: str, resources: re.Match[str]) -> Kernel:
         mma=count(r"\bmma\.sync"),
         wgmma=count(r"wgmma\.mma_async|tcgen05\.mma"),
         wait_groups=tuple(int(number) for number in re.findall(r"cp\.async\.wait_group\s+(\d+)", body)),
+        loop=_longest_loop(body),
         tma_loads=count(r"cp\.async\.bulk\.tensor\S*\.global\.mbarrier"),
         barriers=count(r"mbarrier\.init"),
     )
+
+
+_LABEL = re.compile(r"(\$L__BB\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
+
+
+def _longest_loop(body: str) -> int:
+    """The most instructions between a label and a branch back to it."""
+    labels: dict[str, int] = {}
+    count = longest = 0
+    for line in body.splitlines():
+        label, branch = _LABEL.match(line.strip()), _BRANCH.search(line)
+        if label:
+            labels[label[1]] = count
+        code = re.sub(r"//.*|\.reg\b[^;]*;|\bmov\.b32 +\S+, 0[xf]\w+;", "", line)
+        count += 0 if code.strip().startswith(".") else code.count(";")
+        if branch and branch[1] in labels:
+            longest = max(longest, count - labels[branch[1]])
+    return longest
 
 
 def ptxas() -> str:

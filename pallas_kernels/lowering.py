@@ -7,7 +7,8 @@ today. It is deprecated since jax 0.11 and still works in 0.12. When it is remov
    text, with the grid and the number of warps and stages, and XLA compiles that IR as it does today. `launch` then
    becomes such a call with IR frozen from the last jax that can lower our kernels (or written by the official Triton
    compiler ahead of time). tests/pallas_kernels/test_lowering.py proves on every run that this route still compiles,
-   and that a kernel of ours frozen like that becomes the same machine code, in place too.
+   and that a kernel of ours frozen like that becomes the same machine code, in place too. A kernel's PTX can be
+   frozen as well: `"__gpu$xla.gpu.ptx"` takes it, with its block and shared memory; proven there too.
 2. On Hopper, Mosaic GPU, Pallas' other GPU lowering: `mosaic_attention` is there for decode, where `GpuTarget.of`
    chooses it. The engine first checks its results on the GPU itself (`jaxpaged.engine.mosaic_check`),
    since it has only been compiled and interpreted; neither lowering has been timed on a GPU yet.
@@ -95,6 +96,18 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     float32 operands are multiplied as such, not as TF32.
     """
     return triton.dot(a, b, precision="highest" if a.dtype == jnp.float32 else None)
+
+
+def inline_asm(code: str, *args: jax.Array, constraints: str, pack: int, result: jax.ShapeDtypeStruct) -> jax.Array:
+    """PTX on every `pack` elements of arrays of one shape; the interpreter cannot run it.
+
+    Args:
+        code: with $0 for the register of the result, $1 and on for those of the arguments.
+        constraints: of these registers, as LLVM spells them.
+    """
+    found: jax.Array = triton.elementwise_inline_asm(
+        code, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[result])[0]
+    return found
 
 
 def launch(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages, quantize
+from jaxpaged.pallas_kernels.packed_layout import PackedLayout, PackedWeight, dequantize
 
 
 def write_kv(
@@ -94,6 +95,11 @@ def rotary_kv_write(
     k, v = jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
     real = jnp.nonzero(page >= 0)[0]
     return turned(q), write_kv(pages, k[real], v[real], page[real], offset[real])
+
+
+def packed_linear(x: jax.Array, weight: PackedWeight, layout: PackedLayout) -> jax.Array:
+    """x [M, K] times the weight in float32, rounded once to the dtype of x: [M, N]."""
+    return (x.astype(jnp.float32) @ dequantize(weight, layout)).astype(x.dtype)
 
 
 def sample(

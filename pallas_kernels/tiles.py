@@ -124,3 +124,30 @@ class TopTokensTiles:
 TOP_TOKENS: dict[str, TopTokensTiles] = {
     generation: TopTokensTiles(2048, 4) for generation in ("ampere", "ada", "hopper")
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTiles:
+    """A program of `packed_linear`: rows of x, columns of the weight, warps, and stages of its pipeline of loads."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+# By generation and kind of numbers, ascending in rows. With 256 columns x is read half as often as with 128; with more
+# than 16 rows, registers would then leave Ampere and Ada a single program per multiprocessor.
+_PACKED_8_BITS = (PackedTiles(16, 128, 4, 4), PackedTiles(32, 128, 4, 3), PackedTiles(64, 128, 4, 3))
+_PACKED_4_BITS = (PackedTiles(16, 256, 8, 4), *_PACKED_8_BITS[1:])
+_PACKED: dict[str, tuple[PackedTiles, ...]] = {"int4": _PACKED_4_BITS, "int8": _PACKED_8_BITS, "fp8": _PACKED_8_BITS}
+# Ada's shared memory holds one program's loads of 8-bit numbers, or two with shorter pipelines.
+_ADA_8_BITS = (PackedTiles(16, 128, 4, 3), PackedTiles(32, 128, 8, 3), PackedTiles(64, 128, 8, 3))
+PACKED_LINEAR: dict[str, dict[str, tuple[PackedTiles, ...]]] = {
+    "ampere": _PACKED,
+    "ada": {"int4": _PACKED_4_BITS, "int8": _ADA_8_BITS, "fp8": _ADA_8_BITS},
+    "hopper": _PACKED | {"int4": (PackedTiles(16, 256, 8, 4), PackedTiles(32, 256, 8, 3), PackedTiles(64, 256, 8, 3))},
+}
+# Of 64 rows, where groups are shorter than a block: scales and sums of several groups are in registers at once, and
+# with half the warps they spill.
+PACKED_SHORT_GROUPS = PackedTiles(64, 128, 8, 3)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.gpu_checks.attention import Step, attention
-from bench.gpu_checks.report import HEAD_DIM, HEADS, PAGE, Report, gpu_target, median_seconds
+from bench.gpu_checks.report import HEAD_DIM, HEADS, PAGE, Report, gpu_target, median_seconds, read_rate
 
 DECODE = [(1 + 97 * row % 1500, 1) for row in range(24)]
 
@@ -100,8 +100,47 @@ def check_kernels(report: Report) -> None:
         report.run(f"rotary and KV write, {dtype}", functools.partial(rotary, dtype))
     report.run("sampler", lambda: compare_sampler(target, report.smoke))
     report.run("top tokens", lambda: compare_top_tokens(target, report.smoke))
+    for kind, group in (("int4", 128), ("int4", 32), ("int8", 4096), ("fp8", 128))[: 1 if report.smoke else 4]:
+        report.run(f"packed product, {kind} in groups of {group}",
+                   functools.partial(compare_packed, target, report.smoke, kind, group))
     for name, case in cases.items():
         report.run(f"attention, {name}", case, 5)
+
+
+def compare_packed(target: Any, smoke: bool, kind: str, group: int) -> dict[str, Any]:
+    """Products of 1 to 64 rows with packed weights beside the specification's; how fast 16 rows read the weight."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxpaged.pallas_kernels import packed_linear, reference
+    from jaxpaged.pallas_kernels.packed_layout import TILE, PackedLayout, PackedWeight
+
+    layout = PackedLayout(kind, *((256, 128) if smoke else (4096, 28672)), group, 128 if kind == "fp8" else 1)
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (layout.padded_columns // TILE, layout.blocks, TILE, layout.words)
+    words = jax.random.bits(keys[0], shape, jnp.uint16)
+    if kind == "fp8":
+        words = words & 0xBFBF  # no NaN, and numbers of at most 2
+    scales = (layout.groups, layout.columns // layout.scale_columns)
+    scale = 0.01 * jax.random.uniform(keys[1], scales, jnp.float16)
+    zero = jax.random.randint(keys[2], scales, 0, 16).astype(jnp.uint8) if kind == "int4" else None
+    weight = PackedWeight(words.view(jnp.int16), scale, zero)
+    product = jax.jit(functools.partial(packed_linear.product, layout=layout, target=target))
+    plain = jax.jit(functools.partial(reference.packed_linear, layout=layout))
+    off = 0.0
+    for rows in (3,) if smoke else (1, 16, 33, 64):
+        x = jax.random.normal(jax.random.fold_in(keys[3], rows), (rows, layout.rows), jnp.bfloat16)
+        with jax.default_matmul_precision("highest"):
+            wanted = np.asarray(plain(x.astype(jnp.float32), weight))
+        off = max(off, float(np.abs(np.asarray(product(x, weight), np.float32) - wanted).max() / np.abs(wanted).max()))
+    found = {"off_by": off, "ok": off < 0.005}
+    if smoke:
+        return found
+    x = x[:16]
+    seconds = median_seconds(lambda: product(x, weight))
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
+    return found | {"us": 1e6 * seconds, "share_of_read_rate": read / seconds / read_rate(smoke)}
 
 
 def compare_top_tokens(target: Any, smoke: bool) -> dict[str, Any]:

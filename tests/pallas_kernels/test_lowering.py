@@ -14,10 +14,12 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
+from bench import gpu_code
 from jaxpaged.execution.aot import dump_options, no_persistent_cache
-from jaxpaged.pallas_kernels import lowering
+from jaxpaged.pallas_kernels import lowering, packed_linear
 from jaxpaged.pallas_kernels.kv_pages import KVPages
 from jaxpaged.pallas_kernels.lowering import GpuTarget, launch
+from jaxpaged.pallas_kernels.packed_layout import PackedLayout, PackedWeight
 from jaxpaged.pallas_kernels.rotary_kv_write import rotary_kv_write
 from tests.support.compile_only import GPU_PARAMS, OTHER_GPU, QUICK_GPU, compile_for, compile_only_device
 
@@ -166,3 +168,39 @@ def test_a_frozen_kernel_compiles_to_the_same(name: str, tmp_path: Path) -> None
         assert memory.alias_size_in_bytes == sum(shapes[index].size * 2 for index in in_place)
         codes.append("".join(file.read_text() for file in sorted((tmp_path / way.__name__).glob("*.ptx"))))
     assert codes[0] == codes[1] and "rotary_kv_write" in codes[0]
+
+
+@pytest.mark.parametrize("name", GPU_PARAMS)
+def test_frozen_ptx_is_launched_without_pallas(name: str, tmp_path: Path) -> None:
+    """The other way out: of a kernel whose IR no longer parses, its PTX is left. XLA launches it as its own."""
+    device = compile_only_device(name)
+    layout = PackedLayout("int4", 1024, 512, 1024, zero=8)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = [jax.ShapeDtypeStruct(size, dtype, sharding=sharding) for size, dtype in (
+        ((16, 1024), jnp.bfloat16), ((8, 8, 64, 32), jnp.int16), ((1, 512), jnp.float16), ((1, 16), jnp.float32))]
+    result = jax.ShapeDtypeStruct((packed_linear.num_parts(GpuTarget.of(device), layout), 16, 512), jnp.float32)
+
+    def by_pallas(x: Any, words: Any, scale: Any, _: Any) -> Any:
+        return packed_linear.product(x, PackedWeight(words, scale), layout, target=GpuTarget.of(device))
+
+    def by_ptx(*args: Any) -> Any:
+        return jax.ffi.ffi_call("__gpu$xla.gpu.ptx", result)(*args, **kernel)
+
+    kernel: dict[str, Any] = {}
+    launches = []
+    for way in (by_pallas, by_ptx):
+        with lowering.lowering_for(device):
+            lowered = jax.jit(way).lower(*shapes)
+        with no_persistent_cache():
+            compiled = lowered.compile(compiler_options=dump_options(tmp_path / way.__name__))
+        launch = gpu_code.analyze(compiled, tmp_path / way.__name__).launch("packed_linear")
+        launches.append((launch.grid, launch.threads, launch.shared_bytes))
+        texts = [file.read_text() for file in (tmp_path / way.__name__).glob("*.ptx")]
+        sizes = {"grid": launch.grid, "block": (launch.threads, 1, 1)}
+        kernel = kernel or {
+            "name": "packed_linear", "kernel_type": "ptx",
+            "kernel_data": next(text for text in texts if ".entry packed_linear" in text),
+            "shared_mem_bytes": np.int32(launch.shared_bytes), "output_indices": (np.int32(len(shapes)),),
+        } | {f"{name}_{axis}": np.int32(size) for name in sizes
+             for axis, size in zip("xyz", sizes[name], strict=True)}
+    assert launches[0] == launches[1]
