@@ -32,7 +32,7 @@ FORMATS = """
   by another name.
 - **PyTorch**: `pytorch_model.bin` or its shards, as PyTorch writes them since 1.6. Nothing in them is unpickled; a file
   that holds more than tensors is refused.
-- **Orbax**: what `jaxpaged convert` has written.
+- **Orbax**: what `convert` has written.
 - **GGUF**: one file, or any part of a split model. Tensors of the types {types}.
   Pre-tokenizers: {names}.
 - **Tokenizers**: `tokenizer.json`, the GGUF file's own, or a SentencePiece file, `tokenizer.model`, alone.

@@ -87,7 +87,8 @@ class Request:
         scored: its prompt needs log probabilities or an embedding.
         matcher: which tokens may come next; None where all may.
         pooled: embedding of the computed part of the prompt: the sum over the tokens, or that of the last one.
-        prompt_logprobs: of the prompt tokens but the first, as far as they are computed and not returned yet.
+        prompt_logprobs: of the prompt tokens but the first, as far as they are computed and not returned yet;
+            None before the first.
     """
 
     message: EngineRequest
@@ -121,7 +122,7 @@ class Request:
     full_sampling: bool = False
     scored: bool = False
     matcher: StructuredOutputMatcher | None = None
-    prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
+    prompt_logprobs: PackedLogprobs | None = None
     pooled: list[float] = field(default_factory=list)
     predicted_length: int = 0
 

@@ -155,6 +155,8 @@ class Scheduler:
             if isinstance(values, PooledTokens):
                 request.pool_tokens(values.start, values.values)
                 continue
+            if request.prompt_logprobs is None:
+                request.prompt_logprobs = PackedLogprobs()
             request.prompt_logprobs.truncate(values.start)  # a preempted prompt starts again
             request.prompt_logprobs.extend(values.values)
         if proposed:
@@ -184,7 +186,7 @@ class Scheduler:
                 delta = delta._replace(logprobs=(logprob,))
             if request.prompt_logprobs:
                 delta = delta._replace(prompt_logprobs=request.prompt_logprobs)
-                request.prompt_logprobs = PackedLogprobs()
+                request.prompt_logprobs = None
             if request.message.pooling is not None:
                 delta = delta._replace(embedding=request.embedding())
             deltas.append(delta)

@@ -193,6 +193,8 @@ class BoundedProcesses:
                 started.append(child)
                 with self._changed:
                     self._children.add(child)
+                    if self._closed:  # since then: `close` has not seen it
+                        return
             for child in started:
                 child.wait_ready()
                 with self._changed:
