@@ -39,7 +39,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, in] -> [T, out]."""
-        y = native_linear.linear(x, [self.weights])[0] if self.native else x @ self.weights
+        y = native_linear.linear(x, self.weights) if self.native else x @ self.weights
         y = jax.lax.psum(y, self.sum_over) if self.sum_over else y
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 

@@ -5,8 +5,6 @@ It is used where a C++ compiler is installed.
 Float32 throughout. A row's result is bitwise the same whatever other rows it is computed with.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +15,13 @@ KERNEL = NativeKernel("linear.cc", ("jaxpaged_linear", "jaxpaged_gated", "jaxpag
 _LINEAR, _GATED, _TRANSPOSED, _RMS_NORM = KERNEL.targets
 
 
-def linear(x: jax.Array, weights: Sequence[jax.Array], addend: jax.Array | None = None) -> list[jax.Array]:
-    """x [T, in] times each of the weights [in, out]; with a single one, plus `addend` [T, out]."""
-    assert addend is None or len(weights) == 1, f"an addend for {len(weights)} products"
-    assert all(x.shape[1] == w.shape[0] for w in weights), (x.shape, [w.shape for w in weights])
-    added = [] if addend is None else [addend]
-    _check_float32(x, *weights, *added)
-    results = [jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32) for w in weights]
-    return list(jax.ffi.ffi_call(_LINEAR, results)(x, *added, *weights, adds=addend is not None))
+def linear(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """x [T, in] times weights [in, out]."""
+    assert x.shape[1] == weights.shape[0], (x.shape, weights.shape)
+    _check_float32(x, weights)
+    result = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
+    product: jax.Array = jax.ffi.ffi_call(_LINEAR, result)(x, weights)
+    return product
 
 
 def gated(x: jax.Array, weights: jax.Array) -> jax.Array:

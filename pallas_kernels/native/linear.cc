@@ -119,9 +119,9 @@ Multiply find_multiply(int64_t rows, int vectors) {
   return with_vectors<mode, R>(vectors);
 }
 
-// y = x @ w (+ addend); or, gated, silu(x @ g) * (x @ u) of w = [g | u].
+// y = x @ w; or, gated, silu(x @ g) * (x @ u) of w = [g | u].
 struct Product {
-  const float *x, *w, *addend;
+  const float *x, *w;
   float* y;
   int64_t rows, in, out;
   bool gated = false;
@@ -131,7 +131,7 @@ struct Product {
   int matrices() const { return gated ? 2 : 1; }
   const float* matrix(int m) const { return w + m * out; }
   int64_t stride() const { return matrices() * out; }  // of the weights
-  // Floats between rows of sums. A multiple of a power of two this large would make them displace one another in caches.
+  // Floats between rows of sums. Multiples of such a power of two would make them displace one another in caches.
   int64_t padded() const {
     const int64_t whole = round_up(stride(), kLanes);
     return whole % 256 ? whole : whole + kLanes;
@@ -141,13 +141,11 @@ struct Product {
   // Outputs `first` to `last` of one row from its finished sums.
   void finish(int64_t row, int64_t first, int64_t last, const float* sums, const float* up_sums) const {
     float* to = y + row * out + first;
-    const float* plus = addend ? addend + row * out + first : nullptr;
     const int64_t count = last - first;
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
       Floats value = load(sums + i);
       if (gated) value = silu(value) * load(up_sums + i);
-      if (plus) value += load(plus + i);
       store(to + i, value);
     }
     if (i == count) return;
@@ -157,7 +155,7 @@ struct Product {
       std::copy(up_sums + i, up_sums + count, up_rest);
       store(rest, silu(load(rest)) * load(up_rest));
     }
-    for (int64_t j = 0; i < count; ++i, ++j) to[i] = rest[j] + (plus ? plus[i] : 0.0f);
+    std::copy(rest, rest + (count - i), to + i);
   }
 };
 
@@ -165,11 +163,9 @@ enum class Kind { kStream, kFinish, kPanel, kByRows };
 
 struct Item {
   Kind kind;
-  const Product* product;
-  float* partials;             // of the product
-  int64_t block;               // kStream
-  int64_t column, columns;     // all but kFinish
-  int64_t row, rows;           // kFinish, kPanel
+  int64_t block;            // kStream
+  int64_t column, columns;  // all but kFinish
+  int64_t row, rows;        // kFinish, kPanel
 };
 
 // Copy `depth` rows of a panel so that they are neighbors, zeros where the matrix ends.
@@ -181,13 +177,12 @@ void copy_panel(const float* w, int64_t stride, int64_t depth, int64_t columns, 
   }
 }
 
-void stream(const Item& item) {
-  const Product& p = *item.product;
+void stream(const Product& p, const Item& item, float* partials) {
   const int64_t padded = p.padded(), groups = div_up(p.rows, kRows);
   const int64_t first = item.block * p.depth(), last = std::min(p.in, first + p.depth());
   const int64_t step = std::max<int64_t>(8, kStreamBytes / (4 * item.columns) / 8 * 8);
   const float* w = p.w + item.column;
-  float* sums = item.partials + item.block * p.rows * padded + item.column;
+  float* sums = partials + item.block * p.rows * padded + item.column;
   if (first >= last) {  // a depth of one
     for (int64_t row = 0; row < p.rows; ++row) std::memset(sums + row * padded, 0, 4 * item.columns);
     return;
@@ -220,11 +215,10 @@ void stream(const Item& item) {
   }
 }
 
-void finish(const Item& item) {
-  const Product& p = *item.product;
+void finish(const Product& p, const Item& item, float* partials) {
   const int64_t padded = p.padded(), size = p.rows * padded;
   for (int64_t row = item.row; row < item.row + item.rows; ++row) {
-    float* sums = item.partials + row * padded;
+    float* sums = partials + row * padded;
     for (int64_t block = 1; block < p.blocks(); ++block)
       for (int64_t c = 0; c < p.stride(); c += kLanes)
         store(sums + c, load(sums + c) + load(sums + block * size + c));
@@ -233,8 +227,7 @@ void finish(const Item& item) {
 }
 
 // The first rows copy the weights for the others. `next`: what is likely to be this thread's next panel, or null.
-void panel(const Item& item, const Item* next, float* scratch) {
-  const Product& p = *item.product;
+void panel(const Product& p, const Item& item, const Item* next, float* scratch) {
   const int vectors = static_cast<int>(div_up(item.columns, kLanes));
   const int64_t groups = div_up(item.rows, kRows), width = vectors * kLanes;
   const bool whole = item.columns % kLanes == 0;
@@ -246,7 +239,7 @@ void panel(const Item& item, const Item* next, float* scratch) {
       const float* w = p.matrix(m) + first * p.stride() + item.column;
       Ahead ahead{w + depth * p.stride(), width, p.stride(), vectors, groups};
       if (ends && !last) ahead.row = p.matrix(m + 1) + item.column;
-      if (last && next) ahead = {next->product->w + next->column, kPanel, next->product->stride(), kVectors, groups};
+      if (last && next) ahead = {p.w + next->column, kPanel, p.stride(), kVectors, groups};
       if (last && !next) ahead.lines = 0;
       if (!whole) copy_panel(w, p.stride(), depth, item.columns, width, copy);
       for (int64_t g = 0; g < groups; ++g) {
@@ -263,8 +256,7 @@ void panel(const Item& item, const Item* next, float* scratch) {
 }
 
 // Here the weights are what a micro-kernel has few of, and lanes are rows of x, which come transposed: [in][padded].
-void by_rows(const Item& item, const float* x) {
-  const Product& p = *item.product;
+void by_rows(const Product& p, const Item& item, const float* x) {
   const int64_t padded = round_up(p.rows, kLanes), last = item.column + item.columns;
   float sums[kRows * kPanel];
   for (int64_t n = item.column; n < last; n += kRows) {
@@ -286,71 +278,53 @@ void by_rows(const Item& item, const float* x) {
 // waits for items, never for threads, and cannot deadlock with a busy pool.
 class Call {
  public:
-  explicit Call(int64_t threads) : threads_(threads) {}
+  Call(int64_t threads, const Product& product) : threads_(threads), product_(product) {}
 
-  // Weights [in, out]. All products are over the same rows.
-  void plan(std::vector<Product> products) {
-    products_ = std::move(products);
-    if (products_[0].rows > kFewRows) {
-      for (const Product& p : products_) plan_panels(p);
-      sorted_ = items_.size();
-      return;
-    }
-    int64_t floats = 0, jobs = 0;
-    for (const Product& p : products_) floats += p.partials(), jobs += p.blocks();
-    memory_ = allocate(floats);
-    float* partials = memory_.get();
-    for (const Product& p : products_) {
-      // Whole rows where that gives every thread something to do, and if for each row of x the weights between two
-      // visits of its sums are deep enough to be worth them.
-      const int64_t max_columns = kStreamBytes / (4 * std::max<int64_t>(8, 2 * p.rows));
-      const int64_t columns = round_up(std::min(max_columns, div_up(p.stride(), div_up(threads_, jobs))), kPanel);
-      for (int64_t block = 0; block < p.blocks(); ++block)
-        for (int64_t c = 0; c < p.stride(); c += columns)
-          items_.push_back({Kind::kStream, &p, partials, block, c, std::min(columns, p.stride() - c), 0, 0});
-      partials += p.partials();
-    }
-    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-      return a.columns * a.product->depth() > b.columns * b.product->depth();
-    });
-    sorted_ = items_.size();
-    partials = memory_.get();
-    for (const Product& p : products_) {
-      const int64_t parts = p.rows * p.out < kSmallFinish ? 1 : std::min(threads_, p.rows);
-      for (int64_t i = 0; i < parts; ++i) {
-        const int64_t row = p.rows * i / parts;
-        items_.push_back({Kind::kFinish, &p, partials, 0, 0, 0, row, p.rows * (i + 1) / parts - row});
-      }
-      partials += p.partials();
+  // Weights [in, out].
+  void plan() {
+    const Product& p = product_;
+    if (p.rows > kFewRows) return plan_panels();
+    memory_ = allocate(p.partials());
+    // Whole rows where that gives every thread something to do, and if for each row of x the weights between two visits
+    // of its sums are deep enough to be worth them.
+    const int64_t max_columns = kStreamBytes / (4 * std::max<int64_t>(8, 2 * p.rows));
+    const int64_t columns = round_up(std::min(max_columns, div_up(p.stride(), div_up(threads_, p.blocks()))), kPanel);
+    for (int64_t block = 0; block < p.blocks(); ++block)
+      for (int64_t c = 0; c < p.stride(); c += columns)
+        items_.push_back({Kind::kStream, block, c, std::min(columns, p.stride() - c), 0, 0});
+    unfinished_ = items_.size();
+    const int64_t parts = p.rows * p.out < kSmallFinish ? 1 : std::min(threads_, p.rows);
+    for (int64_t i = 0; i < parts; ++i) {
+      const int64_t row = p.rows * i / parts;
+      items_.push_back({Kind::kFinish, 0, 0, 0, row, p.rows * (i + 1) / parts - row});
     }
   }
 
   // Weights [out, in].
-  void plan_by_rows(const Product& product) {
-    products_ = {product};
-    const Product& p = products_[0];
+  void plan_by_rows() {
+    const Product& p = product_;
     const int64_t padded = round_up(p.rows, kLanes);
     memory_ = allocate(p.in * padded);
     for (int64_t k = 0; k < p.in; ++k)
       for (int64_t row = 0; row < padded; ++row)
         memory_.get()[k * padded + row] = row < p.rows ? p.x[row * p.in + k] : 0.0f;
     for (int64_t n = 0; n < p.out; n += kByRowsOut)
-      items_.push_back({Kind::kByRows, &p, nullptr, 0, n, std::min(kByRowsOut, p.out - n), 0, 0});
-    sorted_ = items_.size();
+      items_.push_back({Kind::kByRows, 0, n, std::min(kByRowsOut, p.out - n), 0, 0});
+    unfinished_ = items_.size();
   }
 
   void work() {
     Buffer scratch;
     for (size_t mine; (mine = taken_.fetch_add(1)) < items_.size(); done_.fetch_add(1, std::memory_order_release)) {
       const Item& item = items_[mine];
-      if (item.kind == Kind::kFinish) wait_for(sorted_);
+      if (item.kind == Kind::kFinish) wait_for(unfinished_);
       if (item.kind == Kind::kPanel && !scratch) scratch = allocate((kDepth + 2 * kMaxPanelRows) * kPanel);
-      const Item* next = mine + threads_ < sorted_ ? &items_[mine + threads_] : nullptr;
+      const Item* next = mine + threads_ < unfinished_ ? &items_[mine + threads_] : nullptr;
       switch (item.kind) {
-        case Kind::kStream: stream(item); break;
-        case Kind::kFinish: finish(item); break;
-        case Kind::kPanel: panel(item, next, scratch.get()); break;
-        case Kind::kByRows: by_rows(item, memory_.get()); break;
+        case Kind::kStream: stream(product_, item, memory_.get()); break;
+        case Kind::kFinish: finish(product_, item, memory_.get()); break;
+        case Kind::kPanel: panel(product_, item, next, scratch.get()); break;
+        case Kind::kByRows: by_rows(product_, item, memory_.get()); break;
       }
     }
   }
@@ -365,14 +339,15 @@ class Call {
   size_t num_items() const { return items_.size(); }
 
  private:
-  void plan_panels(const Product& p) {
+  void plan_panels() {
+    const Product& p = product_;
     const int64_t columns = div_up(p.out, kPanel);
     int64_t rows = std::min(p.rows, kMaxPanelRows);
     while (columns * div_up(p.rows, rows) < 2 * threads_ && rows > 8 * kRows) rows = round_up(rows / 2, kRows);
     for (int64_t row = 0; row < p.rows; row += rows)
       for (int64_t c = 0; c < p.out; c += kPanel)
-        items_.push_back({Kind::kPanel, &p, nullptr, 0, c, std::min<int64_t>(kPanel, p.out - c), row,
-                          std::min(rows, p.rows - row)});
+        items_.push_back({Kind::kPanel, 0, c, std::min<int64_t>(kPanel, p.out - c), row, std::min(rows, p.rows - row)});
+    unfinished_ = items_.size();
   }
 
   void wait_for(size_t count) {
@@ -380,10 +355,10 @@ class Call {
   }
 
   int64_t threads_;
-  std::vector<Product> products_;
+  Product product_;
   std::vector<Item> items_;
-  size_t sorted_ = 0;  // items before the finishing ones
-  Buffer memory_;      // partial sums, or x transposed
+  size_t unfinished_ = 0;  // items before the finishing ones
+  Buffer memory_;          // partial sums, or x transposed
   std::atomic<size_t> taken_{0}, done_{0};
 };
 
@@ -394,36 +369,30 @@ void run_on(ffi::ThreadPool& pool, const std::shared_ptr<Call>& call) {
   call->end();
 }
 
-ffi::Error linear(ffi::ThreadPool pool, bool adds, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs more,
-                  ffi::RemainingRets results) {
-  std::vector<Product> products;
-  const float* addend = adds ? more.get<ffi::Buffer<ffi::F32>>(0)->typed_data() : nullptr;
-  for (size_t i = 0; i < results.size(); ++i) {
-    auto w = *more.get<ffi::Buffer<ffi::F32>>(i + adds);
-    auto y = *results.get<ffi::Buffer<ffi::F32>>(i);
-    products.push_back({x.typed_data(), w.typed_data(), addend, y->typed_data(), x.dimensions()[0],
-                        w.dimensions()[0], w.dimensions()[1]});
-  }
-  auto call = std::make_shared<Call>(pool.num_threads());
-  call->plan(std::move(products));
+ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
+                  ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  auto call = std::make_shared<Call>(pool.num_threads(), Product{
+      x.typed_data(), w.typed_data(), y->typed_data(), x.dimensions()[0], w.dimensions()[0], w.dimensions()[1]});
+  call->plan();
   run_on(pool, call);
   return ffi::Error::Success();
 }
 
 ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
                  ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  auto call = std::make_shared<Call>(pool.num_threads());
-  call->plan({{x.typed_data(), w.typed_data(), nullptr, y->typed_data(), x.dimensions()[0], w.dimensions()[0],
-               w.dimensions()[1] / 2, true}});
+  auto call = std::make_shared<Call>(pool.num_threads(), Product{
+      x.typed_data(), w.typed_data(), y->typed_data(), x.dimensions()[0], w.dimensions()[0], w.dimensions()[1] / 2,
+      true});
+  call->plan();
   run_on(pool, call);
   return ffi::Error::Success();
 }
 
 ffi::Error transposed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
                       ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  auto call = std::make_shared<Call>(pool.num_threads());
-  call->plan_by_rows({x.typed_data(), w.typed_data(), nullptr, y->typed_data(), x.dimensions()[0],
-                      w.dimensions()[1], w.dimensions()[0]});
+  auto call = std::make_shared<Call>(pool.num_threads(), Product{
+      x.typed_data(), w.typed_data(), y->typed_data(), x.dimensions()[0], w.dimensions()[1], w.dimensions()[0]});
+  call->plan_by_rows();
   run_on(pool, call);
   return ffi::Error::Success();
 }
@@ -455,10 +424,9 @@ namespace ffi = xla::ffi;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_linear, jaxpaged::linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Attr<bool>("adds")
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // x [T, in]
-                                  .RemainingArgs()               // with `adds` the addend [T, out]; weights [in, out]
-                                  .RemainingRets());             // [T, out] for each of the weights
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // x [T, in]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // weights [in, out]
+                                  .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_gated, jaxpaged::gated,
                               ffi::Ffi::Bind()
