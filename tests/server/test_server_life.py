@@ -115,7 +115,8 @@ def test_what_does_not_finish_in_time_gets_an_explicit_error(start: Any) -> None
 
 def test_prompts_that_are_still_being_read_do_not_hold_up_the_end(start: Any, tmp_path: Path) -> None:
     slow = tmp_path / "slow.jinja"
-    slow.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    slow.write_text("{{ messages[0].content }}{% if messages[0].content == 'a' %}"
+                    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}")
     server = start("--shutdown-timeout", "0.2", "--chat-template", str(slow), "--chat-template-timeout", "100")
     server.wait_ready()
     with ThreadPoolExecutor(1) as thread:
