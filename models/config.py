@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxpaged.core.kv_groups import KVLayout, make_layout
+from jaxpaged.models.quantization import DENSE, QuantScheme
 
 NormPlacement = Literal["before", "after", "both", "parallel", "parallel_separate"]
 
@@ -117,6 +118,7 @@ class ModelConfig:
         logit_scale, logit_softcap: logits times the one, then bounded by c * tanh(x / c) with the other.
         eos_token_ids: ids that end a text.
         checkpoint_dtype: of the checkpoint's weights.
+        quant: how the weights lie in memory.
     """
 
     architecture: str
@@ -132,6 +134,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str = "float32"
+    quant: QuantScheme = DENSE
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed."""

@@ -45,7 +45,7 @@ class Linear(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         """As an output head: not rounded to the weights' dtype."""
-        if self.kernel[...].dtype == jnp.float32:
+        if self.native or self.kernel[...].dtype == jnp.float32:
             return self(x)
         y = jnp.einsum("bd,dv->bv", x, self.weights, preferred_element_type=jnp.float32)
         return y if self.bias is None else y + self.bias[...]
@@ -92,11 +92,14 @@ class Embedding(nnx.Module):
     def __call__(self, ids: jax.Array) -> jax.Array:  # [T] -> [T, D]
         table = self.table[...]
         if not self.axis:
-            return table[ids]
+            return self._widened(table[ids])
         row = ids - jax.lax.axis_index(self.axis) * table.shape[0]
         mine = (row >= 0) & (row < table.shape[0])
         found = jnp.where(mine[:, None], table[jnp.where(mine, row, 0)], 0)
-        return jax.lax.psum(found, self.axis)  # of one row and zeros
+        return self._widened(jax.lax.psum(found, self.axis))  # of one row and zeros
+
+    def _widened(self, rows: jax.Array) -> jax.Array:
+        return rows.astype(jnp.float32) if self.native else rows
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         if self.native:
@@ -105,7 +108,10 @@ class Embedding(nnx.Module):
 
 
 def use_native_products(model: nnx.Module) -> None:
-    """From now on all products with the model's weights, float32, and norms run in the native CPU kernels."""
+    """From now on all products with the model's weights, and norms, run in the native CPU kernels.
+
+    Activations are float32; the weights may be stored in 16 bits.
+    """
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Linear | Embedding | Norm):
             module.native = True

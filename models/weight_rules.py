@@ -5,12 +5,13 @@ with `{e}` in their names are stacked along a new first axis. Transforms are nam
 facts; each takes and returns a numpy array.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.quantization import WEIGHTS
 
 Transform = Callable[[np.ndarray], np.ndarray]
 # Names of a parameter's axes that devices may share out; None, or left out: whole. Several names: a fused axis, along
@@ -71,6 +72,16 @@ class WeightRule:
                      for index, tensor in enumerate(self.tensor))
 
     @property
+    def module(self) -> str:
+        """The path of the module whose parameter it is."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the parameter is the weights of a product, those of experts apart."""
+        return self.path.rpartition(".")[2] in WEIGHTS and not any("{e}" in item.tensor for item in self.sources)
+
+    @property
     def fused_axis(self) -> int | None:
         """The number of the parameter's fused axis, if there is one."""
         return next((axis for axis, name in enumerate(self.axes) if isinstance(name, tuple)), None)
@@ -79,6 +90,18 @@ class WeightRule:
         """The size of each part of the fused axis."""
         names = () if self.fused_axis is None else self.axes[self.fused_axis]
         return tuple(AXIS_SIZES[name](config, layer) for name in names or ())
+
+
+def products(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The modules that multiply with weights, by path, and the tensors of a checkpoint that these are made from."""
+    return {numbered(rule.module, layer): tuple(numbered(item.tensor, layer) for item in rule.sources)
+            for rule in rules if rule.is_product and not (config.tie_embeddings and rule.module == "head")
+            for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
+
+
+def numbered(template: str, layer: int, expert: int = 0) -> str:
+    """A tensor's name or a parameter's path, with the numbers of its layer and expert."""
+    return template.replace("{i}", str(layer)).replace("{e}", str(expert))
 
 
 def whole(config: ModelConfig, layer: int) -> tuple[slice, ...]:

@@ -22,7 +22,7 @@ import jax
 
 logger = logging.getLogger(__name__)
 
-_HEADER = "lanes.h"
+_HEADERS = ("lanes.h", "weights.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
           "-shared", "-pthread", "-w")
@@ -31,10 +31,19 @@ _MAX_COMPILE_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """One source file in `native/`, and its custom calls: names in the registry, and the library's symbols."""
+    """One source file in `native/`, and its custom calls: names in the registry, and the library's symbols.
+
+    `flags` are the compiler's, for one of several libraries of the source.
+    """
 
     source: str
     targets: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the library: the source's, and the values of its flags."""
+        return "_".join([Path(self.source).stem, *(flag.rpartition("=")[2] for flag in self.flags)])
 
 
 def build(folder: Path, kernels: Sequence[NativeKernel], flags: Sequence[str] = (),
@@ -78,12 +87,12 @@ def _library(folder: Path, kernel: NativeKernel, compiler: str, version: bytes, 
     a digest of its content.
     """
     native = importlib.resources.files("jaxpaged.pallas_kernels").joinpath("native")
-    files = {name: native.joinpath(name).read_bytes() for name in (kernel.source, _HEADER)}
-    command = [compiler, *_FLAGS, *flags]
+    files = {name: native.joinpath(name).read_bytes() for name in (kernel.source, *_HEADERS)}
+    command = [compiler, *_FLAGS, *kernel.flags, *flags]
     parts = (*files.values(), " ".join(command).encode(), version, importlib.metadata.version("jaxlib").encode(),
              _cpu())
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    name = f"{Path(kernel.source).stem}-{key}"
+    name = f"{kernel.name}-{key}"
     for library in sorted(folder.glob(f"{name}-*.so")):
         try:
             check(library)

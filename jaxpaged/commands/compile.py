@@ -133,14 +133,15 @@ def _count_kernels(small: Sequence[SmallModel], name: "ProgramName") -> tuple[fl
 def _compile(config: EngineConfig, device_name: str, out: Path | None, jobs: int, kernels: bool) -> None:
     import_jax()
     from jaxpaged.engine.startup import layout_of, model_of, programs_of
-    from jaxpaged.loading.checkpoint import read_config
+    from jaxpaged.loading.checkpoint import checkpoint_without_weights, read_config
     from jaxpaged.loading.hub import resolve_config
 
     if out is not None and out.exists() and not (out / "store.json").exists() and any(out.iterdir()):
         raise ConfigError(f"{out} contains other files; choose another directory with --out")
-    hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
+    path = resolve_config(config.model, config.revision, config.download_dir)
+    hf = read_config(path)
     device = device_named(device_name, config)
-    model = model_of(config, hf, device.platform)
+    model = model_of(config, hf, device.platform, checkpoint_without_weights(path))
     with compiling_for(device_name):
         layout = layout_of(config, model, device, print_line)
     print("\n".join(layout.memory.lines(device.kind, (layout.max_model_len,))))

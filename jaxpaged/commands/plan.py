@@ -105,16 +105,18 @@ def _plan(
     import_jax()
     from jaxpaged.engine.planning import lengths_of_interest
     from jaxpaged.engine.startup import layout_of, model_of, temporaries_matter
-    from jaxpaged.loading.checkpoint import read_config
+    from jaxpaged.loading.checkpoint import checkpoint_without_weights, read_config
     from jaxpaged.loading.hub import resolve_config
 
-    hf = read_config(resolve_config(config.model, config.revision, config.download_dir))
+    path = resolve_config(config.model, config.revision, config.download_dir)
+    hf = read_config(path)
     device = device_named(device_name, config, compiling=compiling, report=print_line)
     compiling = compiling and temporaries_matter(config, device)
     if compiling:
         print_line("compiling the largest step ...")
     with compiling_for(device_name):
-        layout = layout_of(config, model_of(config, hf, device.platform), device, print_line, compiling=compiling)
+        model = model_of(config, hf, device.platform, checkpoint_without_weights(path))
+        layout = layout_of(config, model, device, print_line, compiling=compiling)
     memory = layout.memory
     lengths = sorted(set(lengths or lengths_of_interest(layout.max_model_len)))
     text = memory.lines(device.kind, tuple(lengths))

@@ -10,7 +10,7 @@ OLD_FLAGS = {
     "--max-paddings": (True, "use --max-num-batched-tokens to bound the size of a step"),
 }
 # Fields of EngineConfig that accept nothing but their default so far.
-UNSUPPORTED_CONFIG = ("quantization", "load_format", "enable_chunked_prefill", "batch_invariant",
+UNSUPPORTED_CONFIG = ("load_format", "enable_chunked_prefill", "batch_invariant",
                       "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
 
 # Request field -> the key of `structured_outputs` that replaces it. Each still works; the first one is logged.

@@ -62,7 +62,7 @@ class ModelDefinition:
         graph: the module's definition.
         shapes: shape and dtype of every parameter on the devices, as nested dicts.
         axes: of every parameter, in the same tree.
-        stored: shapes as checkpoints have them, without padding and what devices hold twice.
+        stored: shapes as checkpoints have them, dtypes as on the devices, without padding and what devices hold twice.
         vocab_size: without padding.
     """
 
@@ -109,6 +109,7 @@ def define(family: ModelFamily, dtype: jnp.dtype, config: ModelConfig, partition
     graph, stored = split(held)
     if held != config:
         stored = split(config)[1]
+    stored = config.quant.held(stored)
     axes = axes_tree(stored, family.weights, config, partition)
     return ModelDefinition(held, graph, held_shapes(stored, axes, partition), axes, stored, config.vocab_size)
 
@@ -236,7 +237,7 @@ def _remedies(
         if fits(share):
             found.append(f"--tensor-parallel-size {count}, whose devices hold {_gib(share)} of weights each")
             break
-    if layout.dtype.itemsize == 4 and fits(memory.weight_bytes // 2):
+    if layout.dtype.itemsize == 4 and not model.quant.types and fits(memory.weight_bytes // 2):
         found.append(f"--dtype bfloat16, which halves the weights to {_gib(memory.weight_bytes // 2)}")
     share_needed = math.ceil((memory.weight_bytes + fixed) / memory.memory_bytes * 100) / 100
     if memory.allowed_bytes / memory.memory_bytes < share_needed <= MAX_USABLE_SHARE:

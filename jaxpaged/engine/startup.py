@@ -17,7 +17,7 @@ from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.trusted_files import UntrustedFileError, make_private
 from jaxpaged.engine.mosaic_check import choose_gpu_attention
-from jaxpaged.engine.native_kernels import choose_native
+from jaxpaged.engine.native_kernels import choose_native, keeps_stored
 from jaxpaged.engine.planning import (
     TRIAL_LAYERS,
     DeviceDescription,
@@ -44,9 +44,11 @@ from jaxpaged.loading.orbax import OrbaxCheckpoint, saved_rules
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import eos_ids
+from jaxpaged.models.quantization import kept_as_stored
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.rope_tables import merge_overrides
 from jaxpaged.models.transformer import Transformer
+from jaxpaged.models.weight_rules import WeightRule, products
 from jaxpaged.pallas_kernels.kv_pages import page_dtype
 
 _SHOW_LOADING_BYTES = 2**30  # smaller models load in seconds: the compilation's bar is enough
@@ -164,7 +166,7 @@ def programs_of(
     store: Path | None = None,
 ) -> ProgramSet:
     """The programs of a layout, for its own definition or one of fewer layers; none is compiled yet."""
-    native = choose_native(config, device.platform, layout.dtype, layout.cache.dtype, report)
+    native = choose_native(config, device.platform, layout.dtype, layout.cache.dtype, definition.config.quant, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
         replace(layout.cache, num_strips=definition.config.kv_layout.num_strips), layout.shape, axes=definition.axes,
@@ -194,18 +196,28 @@ def _layout_and_programs(
 
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
     checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir), config.hf_overrides)
-    found = model_of(config, checkpoint.config, device.platform)
+    found = model_of(config, checkpoint.config, device.platform, checkpoint)
     eos = found.config.eos_token_ids + eos_ids(checkpoint.generation_config, "generation_config.json")
     return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
                    load=partial(_load, checkpoint, find_family(checkpoint.config), found))
 
 
-def model_of(config: EngineConfig, hf: dict[str, Any], platform: str) -> ModelSource:
-    """The model that a config.json describes, without weights to load."""
+def model_of(
+    config: EngineConfig, hf: dict[str, Any], platform: str, checkpoint: Checkpoint | None = None
+) -> ModelSource:
+    """The model that a config.json describes, without weights to load.
+
+    Args:
+        checkpoint: what it will be loaded from, whose tensors need not be there yet: its config says their dtype then.
+    """
     hf = merge_overrides(hf, config.hf_overrides or {})
     family = find_family(hf)
     model = family.config_from_hf(hf)
     dtype = model_dtype(config.dtype, model, platform)
+    quant = kept_as_stored(products(_rules(checkpoint, family), model),
+                           checkpoint.stored_type if checkpoint else lambda name: model.checkpoint_dtype)
+    if quant.types and keeps_stored(config, platform, dtype, quant):
+        model = model.replace(quant=quant)
 
     def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
         raise CheckpointError("this model has no weights")
@@ -232,6 +244,10 @@ def _from_memory(model: InMemoryModel) -> ModelSource:
     return ModelSource(config, dtype, like_the_params, load)
 
 
+def _rules(checkpoint: Checkpoint | None, family: ModelFamily) -> tuple[WeightRule, ...]:
+    return saved_rules(family.weights) if isinstance(checkpoint, OrbaxCheckpoint) else family.weights
+
+
 def _load(
     checkpoint: Checkpoint, family: ModelFamily, source: ModelSource, definition: ModelDefinition,
     programs: ProgramSet, progress: bool,
@@ -239,7 +255,7 @@ def _load(
     converted = isinstance(checkpoint, OrbaxCheckpoint)
     try:
         return load_params(
-            definition.stored, saved_rules(family.weights) if converted else family.weights, checkpoint,
+            definition.stored, _rules(checkpoint, family), checkpoint,
             config=source.config, ignored=family.ignored, dtype=source.dtype, wanted=programs.params,
             axes=definition.axes, keep_in_place=programs.placement.devices[0].platform == "cpu", progress=progress)
     except CheckpointError as error:

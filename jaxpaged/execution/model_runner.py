@@ -197,7 +197,8 @@ class ModelRunner:
             return jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype)), tree)
 
         if shapes(params) not in (shapes(self._params), shapes(self._stored)):
-            raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype")
+            raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype"
+                              f"{self._programs.quant_hint}")
         self._params = placed(params, self._programs.params, self._programs.axes, self._programs.placement)
 
     def _allowed(self, wanted: FullSampling, rows: int) -> jax.Array | np.ndarray:

@@ -147,6 +147,11 @@ class ProgramSet:
         return "Triton"
 
     @property
+    def quant_hint(self) -> str:
+        """For whoever has weights in the dtype of the activations, where some lie in memory as stored."""
+        return "; --quantization none keeps all in the dtype of the activations" if self._config.quant.types else ""
+
+    @property
     def uses_store(self) -> bool:
         """Whether programs come from the given store."""
         return self._store is not None

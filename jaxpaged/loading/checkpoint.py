@@ -30,6 +30,9 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, as stored; CheckpointError if its dtype is not supported."""
 
+    def stored_type(self, name: str) -> str:
+        """The type that a tensor is stored in: a dtype's name, or as the format spells it; empty without the tensor."""
+
     def read_tensor(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
         """A tensor's values, or those of a part, written into `out` (same shape, any float dtype and strides) if given.
 
@@ -78,6 +81,11 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     return GgufCheckpoint(path).config if path.suffix == ".gguf" else read_json(path)
+
+
+def checkpoint_without_weights(path: Path) -> Checkpoint | None:
+    """A checkpoint whose weights need not be read: that of a .gguf file; None where its config is all there is."""
+    return GgufCheckpoint(path) if path.suffix == ".gguf" else None
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:

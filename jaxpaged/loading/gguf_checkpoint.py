@@ -54,6 +54,7 @@ def gguf_names(architecture: str) -> tuple[str, ...]:
     return tuple(name for name, family in _FAMILIES.items() if family.architecture == architecture)
 
 
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.")
 # Llama 3.1 and later: the file holds what the scaling does to each frequency, not the numbers it was made from. All
 # released models share these.
@@ -117,6 +118,13 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, [out, in] for linear layers."""
         return self._file.tensors[self._sources[name]].shape
+
+    def stored_type(self, name: str) -> str:
+        """The type that a tensor is stored in: a dtype's name, or a quantized one, as Q4_1; empty without a tensor."""
+        if name not in self._sources:
+            return ""
+        found = self._file.tensors[self._sources[name]].type_name
+        return _DTYPES.get(found, found)
 
     def read_tensor(
         self, name: str, out: np.ndarray | None = None, part: tuple[slice, ...] | None = None
@@ -259,7 +267,7 @@ class GgufCheckpoint:
         sizes: dict[str, int] = {}
         for tensor in self._file.tensors.values():
             sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.nbytes
-        return {"F32": "float32", "F16": "float16"}.get(max(sizes, key=lambda kind: sizes[kind]), "bfloat16")
+        return _DTYPES.get(max(sizes, key=lambda kind: sizes[kind]), "bfloat16")
 
     def _end_ids(self) -> list[int]:
         found = (self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.core.errors import UnsupportedModelError
+from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.tensor_files import Source, find_tensors
 from jaxpaged.models.config_checks import check_quantization, quantization_method
@@ -67,6 +67,16 @@ class HfCheckpoint:
         file, stored = self._sources[name]
         file.dtype(stored)
         return file.shape(stored)
+
+    def stored_type(self, name: str) -> str:
+        """The dtype that a tensor is stored in; empty without the tensor, or if the dtype is not supported."""
+        if name not in self._sources:
+            return ""
+        file, stored = self._sources[name]
+        try:
+            return file.dtype(stored).name
+        except CheckpointError:
+            return ""
 
     def read_tensor(
         self, name: str, out: np.ndarray | None = None, part: tuple[slice, ...] | None = None

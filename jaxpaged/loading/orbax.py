@@ -54,6 +54,10 @@ class OrbaxCheckpoint:
         """Shape of an array."""
         return self._shapes[name]
 
+    def stored_type(self, name: str) -> str:
+        """The dtype that an array is stored in; empty without it."""
+        return str(self._store(name).dtype.numpy_dtype.name) if name in self._shapes else ""
+
     def read_tensor(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
         """See `Checkpoint`; of a part, the chunks that it touches are read."""
         import tensorstore

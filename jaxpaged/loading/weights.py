@@ -23,7 +23,7 @@ from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.param_layout import ParamAxes, Part, shard_sources
-from jaxpaged.models.weight_rules import Transform, WeightRule
+from jaxpaged.models.weight_rules import Transform, WeightRule, numbered
 
 # Dequantizing releases the interpreter lock; more threads than this gain little.
 _THREADS = 2
@@ -55,6 +55,7 @@ class _Task:
         axes: of the parameter.
         sources: of the whole parameter; where experts are stacked, of each expert.
         is_stack: experts are stacked along the first axis.
+        dtype: on the devices.
         wanted_shape: on the devices.
         shards: parts of the array, each with the devices that hold it.
     """
@@ -64,14 +65,20 @@ class _Task:
     axes: ParamAxes
     sources: tuple[tuple[_Source, ...], ...]
     is_stack: bool
+    dtype: np.dtype
     wanted_shape: tuple[int, ...]
     sharding: Sharding
     shards: tuple[tuple[Part, tuple[jax.Device, ...]], ...]
 
     @property
-    def unit_size(self) -> int:
-        """Numbers that are on the host at a time: all, or those of one expert."""
-        return math.prod(self.shape[self.is_stack :])
+    def nbytes(self) -> int:
+        """Bytes of the parameter, padding not counted."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes that are on the host at a time: all, or those of one expert."""
+        return math.prod(self.shape[self.is_stack :]) * self.dtype.itemsize
 
 
 def load_params(
@@ -95,10 +102,11 @@ def load_params(
         shapes: nested dict of the parameters, leaves with a `shape`, as `nnx.to_pure_dict` gives it.
         rules: the family's weight table.
         checkpoint: where the tensors are.
-        config: of the model as stored. A rule with `{i}` applies to each of its layers; where its output head is the
-            embedding, a head in the checkpoint needs no parameter.
+        config: of the model as stored. Its scheme says which weights stay in their stored dtype. A rule with `{i}`
+            applies to each of its layers; where its output head is the embedding, a head in the checkpoint needs no
+            parameter.
         ignored: fnmatch patterns of tensors that need no parameter.
-        dtype: of the parameters.
+        dtype: of all other parameters.
         wanted: shape and sharding of each parameter on its devices, in the tree of `shapes`; zeros fill up what is
             larger than stored. Without it, all are on the default device.
         axes: of each parameter on these devices, in the same tree; may be left out where none is fused.
@@ -113,16 +121,15 @@ def load_params(
         CheckpointError: the checkpoint and the model do not match. It lists every parameter without a rule, rule
             without a tensor, tensor without a parameter and wrong shape; no weight has been read then.
     """
-    target = np.dtype(dtype)
-    tasks = _match(shapes, shapes if wanted is None else wanted, axes or {}, rules, checkpoint, config,
+    tasks = _match(shapes, shapes if wanted is None else wanted, axes or {}, rules, checkpoint, config, np.dtype(dtype),
                    [*ignored, *(["lm_head.weight"] if config.tie_embeddings else [])])
     # The largest first, so that the threads finish together.
-    tasks.sort(key=lambda task: -math.prod(task.shape))
+    tasks.sort(key=lambda task: -task.nbytes)
     params: dict[Any, Any] = {}
-    sizes = [_size(part) * target.itemsize for task in tasks for part, _ in task.shards]
-    loader = _Loader(checkpoint, target, HostArena(sum(sizes), len(sizes)) if keep_in_place else None,
-                     ByteBudget(max((task.unit_size for task in tasks), default=0) * target.itemsize))
-    total = sum(math.prod(task.shape) for task in tasks) * target.itemsize
+    sizes = [_size(part) * task.dtype.itemsize for task in tasks for part, _ in task.shards]
+    loader = _Loader(checkpoint, HostArena(sum(sizes), len(sizes)) if keep_in_place else None,
+                     ByteBudget(max((task.unit_bytes for task in tasks), default=0)))
+    total = sum(task.nbytes for task in tasks)
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress) as bar,
         ThreadPoolExecutor(_THREADS, thread_name_prefix="load-weights") as pool,
@@ -132,7 +139,7 @@ def load_params(
             for future in as_completed(futures):
                 task = futures[future]
                 insert(params, task.path, future.result())
-                bar.update(math.prod(task.shape) * target.itemsize)
+                bar.update(task.nbytes)
         except BaseException:  # an interrupt, too: leaving the pool would wait for all tasks that have not started
             pool.shutdown(cancel_futures=True)
             raise
@@ -141,12 +148,13 @@ def load_params(
 
 def _match(
     shapes: Mapping[Any, Any], wanted: Mapping[Any, Any], axes: Mapping[Any, Any], rules: Sequence[WeightRule],
-    checkpoint: Checkpoint, config: ModelConfig, ignored: Sequence[str],
+    checkpoint: Checkpoint, config: ModelConfig, dtype: np.dtype, ignored: Sequence[str],
 ) -> list[_Task]:
     """Match parameters with tensors, or raise with everything that does not match."""
     table = _by_path(rules, config)
     names, targets, axes_of = checkpoint.names(), dict(leaves(wanted)), dict(leaves(axes))
     default = SingleDeviceSharding(jax.local_devices()[0])
+    kept = config.quant.kept_dtypes
     tasks: list[_Task] = []
     problems: list[str] = []
     used: dict[str, int] = {}  # how many numbers of each tensor have a parameter
@@ -161,7 +169,7 @@ def _match(
         for expert in range(shape[0] if is_stack else 1):
             sources.append([])
             for item, filled in zip(rule.sources, _filled(rule, layer, config, shape), strict=True):
-                name = _numbered(item.tensor, layer, expert)
+                name = numbered(item.tensor, layer, expert)
                 used.setdefault(name, 0)
                 try:
                     source = _source(checkpoint, names, name, item.bounds(config, layer), rule.transform,
@@ -173,8 +181,8 @@ def _match(
                 sources[-1].append(source)
         target = tuple(targets[path].shape)
         sharding = getattr(targets[path], "sharding", None) or default
-        tasks.append(_Task(path, shape, axes_of.get(path, ()), tuple(map(tuple, sources)), is_stack, target, sharding,
-                           _shards(target, sharding)))
+        tasks.append(_Task(path, shape, axes_of.get(path, ()), tuple(map(tuple, sources)), is_stack,
+                           kept.get(dotted, dtype), target, sharding, _shards(target, sharding)))
     for name in sorted(names) if not problems else sorted(names - used.keys()):
         count, size = used.get(name), 0 if name not in used else math.prod(checkpoint.shape(name))
         if count is None and not any(fnmatchcase(name, pattern) for pattern in ignored):
@@ -201,7 +209,7 @@ def shapes_of_parts(shapes: Mapping[Any, Any], rules: Sequence[WeightRule], conf
 
 def _by_path(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tuple[WeightRule, int]]:
     """The rule and the layer of each parameter."""
-    return {_numbered(rule.path, layer): (rule, layer) for rule in rules
+    return {numbered(rule.path, layer): (rule, layer) for rule in rules
             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
 
 
@@ -249,7 +257,6 @@ class _Loader:
     """
 
     checkpoint: Checkpoint
-    dtype: np.dtype
     arena: HostArena | None
     budget: ByteBudget
 
@@ -260,10 +267,10 @@ class _Loader:
             if task.is_stack and self.arena is None:
                 arrays += self._load_stack(task, part, devices)
                 continue
-            size = _size(part) * self.dtype.itemsize
+            size = _size(part) * task.dtype.itemsize
             with nullcontext() if self.arena else self.budget.reserve(size):
                 memory = self.arena.allocate(size) if self.arena else zeros(size)
-                host = memory.view(self.dtype).reshape([item.stop - item.start for item in part])
+                host = memory.view(task.dtype).reshape([item.stop - item.start for item in part])
                 _read(self.checkpoint, task, part, host)
                 # Waiting bounds the host arrays that copies are still reading.
                 arrays += jax.block_until_ready([jax.device_put(host, device) for device in devices])
@@ -273,11 +280,11 @@ class _Loader:
     def _load_stack(self, task: _Task, part: Part, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """A shard of stacked experts, filled on the devices one after the other."""
         shape = [item.stop - item.start for item in part]
-        arrays = [jnp.zeros(shape, self.dtype, device=device) for device in devices]
-        size = math.prod(shape[1:]) * self.dtype.itemsize
+        arrays = [jnp.zeros(shape, task.dtype, device=device) for device in devices]
+        size = math.prod(shape[1:]) * task.dtype.itemsize
         with self.budget.reserve(size):
             # One buffer for all: the C library would not return each to the system at once.
-            host = zeros(size).view(self.dtype).reshape([1, *shape[1:]])
+            host = zeros(size).view(task.dtype).reshape([1, *shape[1:]])
             for row, expert in enumerate(range(part[0].start, part[0].stop)):
                 host[...] = 0
                 _read(self.checkpoint, task, (slice(expert, expert + 1), *part[1:]), host)
@@ -359,10 +366,6 @@ def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...
         return transform(np.broadcast_to(np.float32(0), shape)).shape
     except ValueError:  # a reshape that cannot work
         return None
-
-
-def _numbered(template: str, layer: int, expert: int = 0) -> str:
-    return template.replace("{i}", str(layer)).replace("{e}", str(expert))
 
 
 def _bounds_text(part: Part) -> str:

@@ -5,6 +5,10 @@
 
 #include <cstdint>
 
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace jaxpaged {
 
 #if defined(__AVX512F__)
@@ -21,6 +25,21 @@ typedef float AnyFloats __attribute__((vector_size(4 * kLanes), aligned(4), may_
 
 inline Floats load(const float* from) { return *reinterpret_cast<const AnyFloats*>(from); }
 inline void store(float* to, Floats value) { *reinterpret_cast<AnyFloats*>(to) = value; }
+
+// Folded away, unlike an addition of zero, which changes a negative zero.
+inline Floats broadcast(float value) { return value - Floats{}; }
+
+// a * b + c, in one rounding where the target has such an instruction. Left to itself, the compiler takes it in one
+// loop and not in another, and equal sums differ.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
 
 // 2^x for x <= 126 to about 1e-7; NaN stays NaN, and everything below -126 counts as -126.
 inline Floats exp2(Floats x) {

@@ -1,5 +1,8 @@
 // Products of activations and weights, and norms, for CPUs, called through XLA's FFI; float32 throughout.
 //
+// Weights may be stored in 16 bits; `Weight` is their type in this library, see weights.h. Each is widened as it is
+// loaded, which is exact: results are bitwise those of the same weights in float32.
+//
 // Three ways, one micro-kernel: kRows x kVectors vectors of sums stay in registers while the depth runs.
 //   stream   few rows, weights [in, out]: reading the weights is all that counts. Threads take blocks of depth, so that
 //            each reads whole rows of the weights, one after the other as they lie in memory, which gave a third more
@@ -23,6 +26,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "weights.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxpaged {
@@ -43,7 +47,8 @@ constexpr int64_t kMaxPanelRows = 256;        // rows that one item of a panel h
 constexpr int64_t kStreamBytes = 96 * 1024;    // weights between two visits of the same sums; twice that stays cached
 constexpr int64_t kByRowsOut = 256;            // outputs of one item
 constexpr int64_t kSmallFinish = 8192;         // sums that are not worth another thread
-constexpr int kLine = 16;                      // floats of a cache line
+constexpr int64_t kBytes = sizeof(Weight);
+constexpr int64_t kLine = 64 / kBytes;         // weights of a cache line
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return div_up(a, b) * b; }
@@ -57,10 +62,10 @@ Buffer allocate(int64_t floats) {
   return Buffer(static_cast<float*>(memory));
 }
 
-// The weights to be read next: `width` floats of each row, `stride` floats apart. Asked for evenly, so that the memory is
+// The weights to be read next: `width` of each row, rows `stride` apart. Asked for evenly, so that the memory is
 // never waited for nor idle: `lines` of them before every step of depth, or before each `every` steps.
 struct Ahead {
-  const float* row;
+  const Weight* row;
   int64_t width, stride;
   int lines;
   int64_t every;
@@ -81,8 +86,8 @@ enum class Mode { kEveryStep, kPaced, kCopying };  // when weights are fetched; 
 
 // to[r][v] = the sum over the depth of x[r][k] * w[k][v], for R rows and V vectors. A copy of the weights has its rows
 // as neighbors. GCC keeps the sums in registers only where every loop over them is unrolled.
-template <int R, int V, Mode mode>
-void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t depth, float* to,
+template <int R, int V, Mode mode, class W>
+void multiply(const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t depth, float* to,
               int64_t to_stride, Sums sums, Ahead* ahead, float* copy) {
 #define JAXPAGED_EACH_SUM \
   _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) _Pragma("GCC unroll 3") for (int v = 0; v < V; ++v)
@@ -96,7 +101,7 @@ void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride
       Floats weights[V];
       for (int v = 0; v < V; ++v) weights[v] = load(w + k * w_stride + v * kLanes);
       if (mode == Mode::kCopying) for (int v = 0; v < V; ++v) store(copy + (k * V + v) * kLanes, weights[v]);
-      JAXPAGED_EACH_SUM sum[r][v] += weights[v] * x[r * x_stride + k];
+      JAXPAGED_EACH_SUM sum[r][v] = multiply_add(weights[v], broadcast(x[r * x_stride + k]), sum[r][v]);
     }
   }
   if (sums == Sums::kAdded) JAXPAGED_EACH_SUM sum[r][v] = load(to + r * to_stride + v * kLanes) + sum[r][v];
@@ -104,24 +109,31 @@ void multiply(const float* x, int64_t x_stride, const float* w, int64_t w_stride
 #undef JAXPAGED_EACH_SUM
 }
 
-using Multiply = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, Sums, Ahead*, float*);
+template <class W>
+using Multiply = void (*)(const float*, int64_t, const W*, int64_t, int64_t, float*, int64_t, Sums, Ahead*, float*);
 
-template <Mode mode, int R>
-Multiply with_vectors(int vectors) {
-  return vectors == 1 ? multiply<R, 1, mode> : vectors == 2 ? multiply<R, 2, mode> : multiply<R, 3, mode>;
+template <Mode mode, class W, int R>
+Multiply<W> with_vectors(int vectors) {
+  return vectors == 1 ? multiply<R, 1, mode, W> : vectors == 2 ? multiply<R, 2, mode, W> : multiply<R, 3, mode, W>;
 }
 
-template <Mode mode, int R = kRows>
-Multiply find_multiply(int64_t rows, int vectors) {
+template <Mode mode, class W, int R = kRows>
+Multiply<W> find_multiply(int64_t rows, int vectors) {
   if constexpr (R > 1) {
-    if (rows < R) return find_multiply<mode, R - 1>(rows, vectors);
+    if (rows < R) return find_multiply<mode, W, R - 1>(rows, vectors);
   }
-  return with_vectors<mode, R>(vectors);
+  return with_vectors<mode, W, R>(vectors);
+}
+
+template <class W>
+Multiply<W> fetching(const Ahead& ahead, int64_t rows, int vectors) {
+  return ahead.lines ? find_multiply<Mode::kEveryStep, W>(rows, vectors) : find_multiply<Mode::kPaced, W>(rows, vectors);
 }
 
 // y = x @ w; or, gated, silu(x @ g) * (x @ u) of w = [g | u].
 struct Product {
-  const float *x, *w;
+  const float* x;
+  const Weight* w;
   float* y;
   int64_t rows, in, out;
   bool gated = false;
@@ -129,7 +141,7 @@ struct Product {
   int64_t blocks() const { return std::max<int64_t>(2, div_up(in, kDepth)); }
   int64_t depth() const { return div_up(in, blocks()); }
   int matrices() const { return gated ? 2 : 1; }
-  const float* matrix(int m) const { return w + m * out; }
+  const Weight* matrix(int m) const { return w + m * out; }
   int64_t stride() const { return matrices() * out; }  // of the weights
   // Floats between rows of sums. Multiples of such a power of two would make them displace one another in caches.
   int64_t padded() const {
@@ -169,19 +181,19 @@ struct Item {
 };
 
 // Copy `depth` rows of a panel so that they are neighbors, zeros where the matrix ends.
-void copy_panel(const float* w, int64_t stride, int64_t depth, int64_t columns, int64_t padded, float* to) {
+void copy_panel(const Weight* w, int64_t stride, int64_t depth, int64_t columns, int64_t padded, float* to) {
   for (int64_t k = 0; k < depth; ++k, w += stride, to += padded) {
     int64_t c = 0;
     for (; c + kLanes <= columns; c += kLanes) store(to + c, load(w + c));
-    for (; c < padded; ++c) to[c] = c < columns ? w[c] : 0.0f;
+    for (; c < padded; ++c) to[c] = c < columns ? widened(w[c]) : 0.0f;
   }
 }
 
 void stream(const Product& p, const Item& item, float* partials) {
   const int64_t padded = p.padded(), groups = div_up(p.rows, kRows);
   const int64_t first = item.block * p.depth(), last = std::min(p.in, first + p.depth());
-  const int64_t step = std::max<int64_t>(8, kStreamBytes / (4 * item.columns) / 8 * 8);
-  const float* w = p.w + item.column;
+  const int64_t step = std::max<int64_t>(8, kStreamBytes / (kBytes * item.columns) / 8 * 8);
+  const Weight* w = p.w + item.column;
   float* sums = partials + item.block * p.rows * padded + item.column;
   if (first >= last) {  // a depth of one
     for (int64_t row = 0; row < p.rows; ++row) std::memset(sums + row * padded, 0, 4 * item.columns);
@@ -194,22 +206,25 @@ void stream(const Product& p, const Item& item, float* partials) {
     for (int64_t c = 0; c < item.columns; c += kPanel) {
       const int64_t columns = std::min<int64_t>(kPanel, item.columns - c);
       const int vectors = static_cast<int>(div_up(columns, kLanes));
-      const float* from = w + k * p.stride() + c;
-      int64_t stride = p.stride();
-      if (columns % kLanes) {
+      const Weight* from = w + k * p.stride() + c;
+      const bool whole = columns % kLanes == 0;
+      if (!whole) {
         if (!rest) rest = allocate(step * kPanel);
         copy_panel(from, p.stride(), depth, columns, vectors * kLanes, rest.get());
-        from = rest.get(), stride = vectors * kLanes;
       }
       const int lines = static_cast<int>(div_up(columns, kLine));
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t row = g * kRows, rows = std::min<int64_t>(kRows, p.rows - row);
         // Spread over the first groups, so that the memory is never waited for nor idle.
         ahead.lines = groups == 1 ? lines : groups == 2 ? (g ? lines / 2 : lines - lines / 2) : g < lines;
-        const Multiply run = ahead.lines ? find_multiply<Mode::kEveryStep>(rows, vectors)
-                                         : find_multiply<Mode::kPaced>(rows, vectors);
-        run(p.x + row * p.in + k, p.in, from, stride, depth, sums + row * padded + c, padded,
-            k == first ? Sums::kFresh : Sums::kContinued, &ahead, nullptr);
+        const Sums how = k == first ? Sums::kFresh : Sums::kContinued;
+        const float* x = p.x + row * p.in + k;
+        float* to = sums + row * padded + c;
+        if (whole)
+          fetching<Weight>(ahead, rows, vectors)(x, p.in, from, p.stride(), depth, to, padded, how, &ahead, nullptr);
+        else
+          fetching<float>(ahead, rows, vectors)(x, p.in, rest.get(), vectors * kLanes, depth, to, padded, how, &ahead,
+                                                nullptr);
       }
     }
   }
@@ -236,38 +251,57 @@ void panel(const Product& p, const Item& item, const Item* next, float* scratch)
     for (int64_t first = 0; first < p.in; first += p.depth()) {
       const int64_t depth = std::min(p.in - first, p.depth());
       const bool ends = first + depth == p.in, last = ends && m + 1 == p.matrices();
-      const float* w = p.matrix(m) + first * p.stride() + item.column;
-      Ahead ahead{w + depth * p.stride(), width, p.stride(), vectors, groups};
+      const Weight* w = p.matrix(m) + first * p.stride() + item.column;
+      Ahead ahead{w + depth * p.stride(), width, p.stride(), static_cast<int>(div_up(width, kLine)), groups};
       if (ends && !last) ahead.row = p.matrix(m + 1) + item.column;
-      if (last && next) ahead = {p.w + next->column, kPanel, p.stride(), kVectors, groups};
+      if (last && next) ahead = {p.w + next->column, kPanel, p.stride(), static_cast<int>(div_up(kPanel, kLine)), groups};
       if (last && !next) ahead.lines = 0;
       if (!whole) copy_panel(w, p.stride(), depth, item.columns, width, copy);
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t row = item.rows * g / groups, rows = item.rows * (g + 1) / groups - row;
-        const bool copying = whole && g == 0;
-        const Multiply run = copying ? find_multiply<Mode::kCopying>(rows, vectors)
-                                     : find_multiply<Mode::kPaced>(rows, vectors);
-        run(p.x + (item.row + row) * p.in + first, p.in, copying ? w : copy, copying ? p.stride() : width, depth,
-            sums + row * kPanel, kPanel, first ? Sums::kAdded : Sums::kFresh, &ahead, copy);
+        const Sums how = first ? Sums::kAdded : Sums::kFresh;
+        const float* x = p.x + (item.row + row) * p.in + first;
+        float* to = sums + row * kPanel;
+        if (whole && g == 0)
+          find_multiply<Mode::kCopying, Weight>(rows, vectors)(x, p.in, w, p.stride(), depth, to, kPanel, how, &ahead,
+                                                               copy);
+        else
+          find_multiply<Mode::kPaced, float>(rows, vectors)(x, p.in, copy, width, depth, to, kPanel, how, &ahead,
+                                                            nullptr);
         for (int64_t r = row; last && r < row + rows; ++r)
           p.finish(item.row + r, item.column, item.column + item.columns, first_sums + r * kPanel, sums + r * kPanel);
       }
     }
 }
 
+// The numbers in float32: themselves, or `to` after it is filled with them.
+const float* widened_rows(const Weight* from, [[maybe_unused]] int64_t count, [[maybe_unused]] float* to) {
+#ifdef JAXPAGED_STORED_16
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = widened(from[i]);
+  return to;
+#else
+  return from;
+#endif
+}
+
 // Here the weights are what a micro-kernel has few of, and lanes are rows of x, which come transposed: [in][padded].
 void by_rows(const Product& p, const Item& item, const float* x) {
   const int64_t padded = round_up(p.rows, kLanes), last = item.column + item.columns;
   float sums[kRows * kPanel];
+  Buffer wide;
+  if constexpr (!std::is_same_v<Weight, float>) wide = allocate(kRows * p.in);
   for (int64_t n = item.column; n < last; n += kRows) {
     const int64_t count = std::min<int64_t>(kRows, last - n);
     Ahead ahead{p.w + std::min(n + 2 * kRows, p.out - 1) * p.in, p.in, p.in, 1, p.in};
+    const float* weights = widened_rows(p.w + n * p.in, count * p.in, wide.get());
     for (int64_t first = 0; first < p.rows; first += kPanel) {
       const int64_t rows = std::min<int64_t>(kPanel, p.rows - first);
       const int vectors = static_cast<int>(div_up(rows, kLanes));
-      const Multiply run = first ? find_multiply<Mode::kPaced>(count, vectors)
-                                 : find_multiply<Mode::kEveryStep>(count, vectors);
-      run(p.w + n * p.in, p.in, x + first, padded, p.in, sums, kPanel, Sums::kFresh, &ahead, nullptr);
+      const Multiply<float> run = first ? find_multiply<Mode::kPaced, float>(count, vectors)
+                                        : find_multiply<Mode::kEveryStep, float>(count, vectors);
+      run(weights, p.in, x + first, padded, p.in, sums, kPanel, Sums::kFresh, &ahead, nullptr);
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i) p.y[(first + row) * p.out + n + i] = sums[i * kPanel + row];
     }
@@ -287,7 +321,7 @@ class Call {
     memory_ = allocate(p.partials());
     // Whole rows where that gives every thread something to do, and if for each row of x the weights between two visits
     // of its sums are deep enough to be worth them.
-    const int64_t max_columns = kStreamBytes / (4 * std::max<int64_t>(8, 2 * p.rows));
+    const int64_t max_columns = kStreamBytes / (kBytes * std::max<int64_t>(8, 2 * p.rows));
     const int64_t columns = round_up(std::min(max_columns, div_up(p.stride(), div_up(threads_, p.blocks()))), kPanel);
     for (int64_t block = 0; block < p.blocks(); ++block)
       for (int64_t c = 0; c < p.stride(); c += columns)
@@ -369,7 +403,7 @@ void run_on(ffi::ThreadPool& pool, const std::shared_ptr<Call>& call) {
   call->end();
 }
 
-ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
+ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kWeightType> w,
                   ffi::Result<ffi::Buffer<ffi::F32>> y) {
   auto call = std::make_shared<Call>(pool.num_threads(), Product{
       x.typed_data(), w.typed_data(), y->typed_data(), x.dimensions()[0], w.dimensions()[0], w.dimensions()[1]});
@@ -378,7 +412,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   return ffi::Error::Success();
 }
 
-ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
+ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kWeightType> w,
                  ffi::Result<ffi::Buffer<ffi::F32>> y) {
   auto call = std::make_shared<Call>(pool.num_threads(), Product{
       x.typed_data(), w.typed_data(), y->typed_data(), x.dimensions()[0], w.dimensions()[0], w.dimensions()[1] / 2,
@@ -388,7 +422,7 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi:
   return ffi::Error::Success();
 }
 
-ffi::Error transposed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
+ffi::Error transposed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<kWeightType> w,
                       ffi::Result<ffi::Buffer<ffi::F32>> y) {
   auto call = std::make_shared<Call>(pool.num_threads(), Product{
       x.typed_data(), w.typed_data(), y->typed_data(), x.dimensions()[0], w.dimensions()[1], w.dimensions()[0]});
@@ -397,6 +431,7 @@ ffi::Error transposed(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
   return ffi::Error::Success();
 }
 
+#ifndef JAXPAGED_STORED_16
 // A row after the other: what a step's rows take is too short to share.
 ffi::Error rms_norm(float eps, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::Buffer<ffi::F32>> y) {
   const int64_t rows = x.dimensions()[0], size = x.dimensions()[1], whole = size / kLanes * kLanes;
@@ -415,36 +450,39 @@ ffi::Error rms_norm(float eps, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> sc
   }
   return ffi::Error::Success();
 }
+#endif
 
 }  // namespace
 }  // namespace jaxpaged
 
 namespace ffi = xla::ffi;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_linear, jaxpaged::linear,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXPAGED_NAMED(jaxpaged_linear), jaxpaged::linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()    // x [T, in]
-                                  .Arg<ffi::Buffer<ffi::F32>>()    // weights [in, out]
+                                  .Arg<ffi::Buffer<jaxpaged::kWeightType>>()    // weights [in, out]
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_gated, jaxpaged::gated,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXPAGED_NAMED(jaxpaged_gated), jaxpaged::gated,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()   // x [T, in]
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // gate and up [in, 2 * out]
+                                  .Arg<ffi::Buffer<jaxpaged::kWeightType>>()   // gate and up [in, 2 * out]
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_transposed, jaxpaged::transposed,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXPAGED_NAMED(jaxpaged_transposed), jaxpaged::transposed,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()   // x [T, in]
-                                  .Arg<ffi::Buffer<ffi::F32>>()   // weights [out, in]
+                                  .Arg<ffi::Buffer<jaxpaged::kWeightType>>()   // weights [out, in]
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
 
+#ifndef JAXPAGED_STORED_16
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpaged_rms_norm, jaxpaged::rms_norm,
                               ffi::Ffi::Bind()
                                   .Attr<float>("eps")
                                   .Arg<ffi::Buffer<ffi::F32>>()    // x [T, D]
                                   .Arg<ffi::Buffer<ffi::F32>>()    // scale [D]
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, D]
+#endif

@@ -49,6 +49,9 @@ class InMemory:
             raise CheckpointError(f"{name} is stored as I8")
         return self.tensors[name].shape
 
+    def stored_type(self, name: str) -> str:
+        return self.tensors[name].dtype.name if name in self.tensors else ""
+
     def read_tensor(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
         self.reads.append((name, part))
         index: tuple[Any, ...] = (*(part or ()), ...)

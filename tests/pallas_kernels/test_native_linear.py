@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from jaxpaged.pallas_kernels import native_linear
 from jaxpaged.pallas_kernels.native_build import build
 
+DTYPES = ("float32", "bfloat16", "float16")
 FLAGS = {"AVX2": ("-mno-avx512f",), "SSE": ("-mno-avx",)}  # what the compiler may not use
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built(native_folder: Path) -> None:
-    failure = build(native_folder, [native_linear.KERNEL])
+    failure = build(native_folder, [native_linear.kernel_for(dtype) for dtype in DTYPES])
     if failure:
         pytest.skip(f"the native kernel cannot be built here: {failure}")
 
@@ -86,6 +88,34 @@ def test_a_row_is_bitwise_the_same_among_any_number(rows: int) -> None:
         np.testing.assert_array_equal(run(x[:rows]), np.asarray(run(x))[:rows])
 
 
+def check_stored(rows: int, size_in: int, size_out: int, dtype: str, seed: int = 0) -> None:
+    """Products with weights in 16 bits are bitwise those of the same numbers in float32."""
+    x, w = draw((rows, size_in), seed), np.array(jnp.asarray(draw((size_in, 2 * size_out), seed + 1), dtype))
+    w[0, :3] = np.array([0.0, -0.0, 3e-6]).astype(w.dtype)[: 2 * size_out]  # the last has no leading one in float16
+    wide = w.astype(np.float32)
+    for run, turn in ((linear, False), (gated, False), (transposed, True)):
+        kept, widened = (np.ascontiguousarray(item.T if turn else item) for item in (w, wide))
+        np.testing.assert_array_equal(run(x, kept), run(x, widened))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("rows", [1, 9, 33])
+@pytest.mark.parametrize("shape", [(400, 192), (65, 100), (7, 5)], ids=str)
+def test_weights_in_16_bits_give_the_results_of_float32(rows: int, shape: tuple[int, int], dtype: str) -> None:
+    check_stored(rows, *shape, dtype)
+
+
+def test_every_number_of_16_bits_is_widened_exactly() -> None:
+    """Infinite ones as well; what is no number stays none."""
+    bits = np.arange(2**16, dtype=np.uint16).reshape(1, -1)
+    one = np.ones((1, 1), np.float32)
+    for dtype in DTYPES[1:]:
+        values = bits.view(jnp.dtype(dtype))
+        # The runtime takes float32 numbers that small for zeros, in both.
+        wide = values.astype(np.float32)
+        np.testing.assert_array_equal(linear(one, values), linear(one, wide))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("rows", [5, 40])
 def test_what_is_not_finite_stays_in_its_row_or_column(rows: int, value: float) -> None:
@@ -118,11 +148,15 @@ jax.config.update("jax_platforms", "cpu")
 from pathlib import Path
 from jaxpaged.pallas_kernels import native_linear
 from jaxpaged.pallas_kernels.native_build import build
-assert build(Path({str(tmp_path)!r}), [native_linear.KERNEL], {FLAGS[vectors]!r}) is None
-from tests.pallas_kernels.test_native_linear import check
+kernels = [native_linear.kernel_for(dtype) for dtype in ("float32", "bfloat16", "float16")]
+assert build(Path({str(tmp_path)!r}), kernels, {FLAGS[vectors]!r}) is None
+from tests.pallas_kernels.test_native_linear import check, check_stored
 for rows in (1, 3, 4, 32, 33, 100):
     check(rows, 400, 129)
 check(70, 33, 5)
+for dtype in ("bfloat16", "float16"):
+    for rows in (1, 4, 33):
+        check_stored(rows, 65, 100, dtype)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], capture_output=True,
                           text=True)
