@@ -24,8 +24,8 @@ class ContextWindow:
             ContextLengthError: names `param`.
         """
         if self.max_token_chars is not None and num_chars > self.max_model_len * self.max_token_chars:
-            raise _too_long(f"the prompt has {num_chars} characters, more than the {self.max_model_len} tokens of the "
-                            "longest context can hold; shorten it", param)
+            raise self._too_long(f"the prompt is too long: it has {num_chars} characters",
+                                 "which cannot hold them; shorten it", param)
 
     def check_prompt(self, num_tokens: int, param: str, min_output: int = 1) -> None:
         """Refuse a prompt that leaves fewer than `min_output` tokens for the output.
@@ -34,9 +34,8 @@ class ContextWindow:
             ContextLengthError: names `param`.
         """
         if num_tokens + min_output > self.max_model_len:
-            raise _too_long(
-                f"the prompt has {num_tokens} tokens; this model's longest context is {self.max_model_len} tokens, "
-                "and at least one of them is for the answer; shorten the prompt", param)
+            raise self._too_long(f"the prompt is too long: it has {num_tokens} tokens",
+                                 "and at least one of them is for the answer; shorten the prompt", param)
 
     def resolve_max_tokens(self, num_tokens: int, asked: int | None, *, lower: bool = False) -> int:
         """The limit of the output after a prompt of `num_tokens`.
@@ -52,10 +51,9 @@ class ContextWindow:
         if asked is None or (lower and asked > room):
             return room
         if asked > room:
-            raise _too_long(
-                f"this model's longest context is {self.max_model_len} tokens, and {num_tokens + asked} were asked "
-                f"for: {num_tokens} of the prompt and max_tokens={asked}; shorten the prompt or lower max_tokens",
-                "max_tokens")
+            raise self._too_long(
+                f"the prompt is too long for max_tokens={asked}: it has {num_tokens} tokens",
+                f"and {num_tokens + asked} were asked for; shorten the prompt or lower max_tokens", "max_tokens")
         return asked
 
     def resolve_truncation(self, asked: object, min_output: int) -> int | None:
@@ -75,6 +73,7 @@ class ContextWindow:
                                param="truncate_prompt_tokens")
         return room if asked == -1 else asked
 
-
-def _too_long(text: str, param: str) -> ContextLengthError:
-    return ContextLengthError(text, param=param, code="context_length_exceeded")
+    def _too_long(self, found: str, why: str, param: str) -> ContextLengthError:
+        # Clients that do not read the code look for "prompt is too long" or "maximum context length is".
+        return ContextLengthError(f"{found}; this model's maximum context length is {self.max_model_len} tokens, {why}",
+                                  param=param, code="context_length_exceeded")

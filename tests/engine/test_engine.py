@@ -346,7 +346,7 @@ def test_a_pool_smaller_than_the_context_lowers_it_and_says_so(model_path: Path)
     assert engine.info.max_model_len == 48
     [line] = [line for line in lines if "lowered from 128" in line]
     assert "--num-gpu-blocks-override" in line
-    with pytest.raises(ContextLengthError, match="longest context is 48 tokens, and 49 were"):
+    with pytest.raises(ContextLengthError, match="maximum context length is 48 tokens, and 49 were"):
         engine.add_request(request("large", [1] * 40, 9))
     full = [request(f"full {number}", random_prompt(40, number), 8) for number in range(3)]
     check_greedy(full, run(engine, full))

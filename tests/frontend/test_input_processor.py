@@ -116,6 +116,7 @@ def test_only_a_default_is_lowered() -> None:
 def test_a_prompt_that_leaves_no_room(length: int, max_tokens: int | None) -> None:
     error = refused([5] * length, SamplingParams(max_tokens=max_tokens))
     assert isinstance(error, ContextLengthError) and error.code == "context_length_exceeded"
+    assert "prompt is too long" in str(error) and "maximum context length is" in str(error)  # clients look for either
     assert error.param == "prompt" and str(length) in str(error) and "20" in str(error)
 
 
@@ -134,6 +135,7 @@ class NeverEncodes:
 def test_a_huge_text_is_refused_before_it_is_tokenized() -> None:
     error = refused("a" * 101, tokenizer=NeverEncodes(5))
     assert isinstance(error, ContextLengthError) and error.code == "context_length_exceeded" and "101" in str(error)
+    assert "prompt is too long" in str(error) and "maximum context length is" in str(error)
     with pytest.raises(ContextLengthError) as caught:
         processor(NeverEncodes(5)).render_chat([{"role": "user", "content": "a" * 60}] * 2)
     assert caught.value.param == "messages"
