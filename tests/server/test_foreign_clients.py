@@ -1,16 +1,14 @@
 """Clients that others wrote, each in an environment of its own: what they need would not fit beside ours."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.live_server import ROOT, LiveServer
+from tests.support.foreign_environments import environment, run
+from tests.support.live_server import LiveServer
 from tests.support.tiny_llama import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -30,25 +28,6 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
                     "--enable-embeddings", "--enable-reset-prefix-cache", "--enable-auto-tool-choice",
                     "--tool-call-parser", "hermes", "--disable-access-log") as live:
         yield live.wait_ready()
-
-
-def environment(name: str, *packages: str) -> Path:
-    """The programs of an environment with these packages, made once and kept beside the tests' own."""
-    folder = ROOT / ".venv-clients" / name
-    if not (folder / ".installed").exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        done = subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *packages],
-                              capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"{' '.join(packages)} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-        (folder / ".installed").touch()
-    return folder / "bin"
-
-
-def run(*command: str | Path, timeout: float = 900, **more: Any) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **more)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def test_schemathesis_finds_no_server_error(server: LiveServer, tmp_path: Path) -> None:
