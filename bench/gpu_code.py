@@ -161,7 +161,6 @@ class ProgramCode:
 _MOSAIC = "_mosaic_gpu_kernel"
 
 
-_MOSAIC = "_mosaic_gpu_kernel"
 
 
 def analyze(compiled: jax.stages.Compiled, dump: Path | None = None, *, kernels: str = "") -> ProgramCode:
