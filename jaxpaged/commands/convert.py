@@ -88,7 +88,11 @@ def _write_tokenizer(source: Path, out: Path) -> None:
     else:
         from jaxpaged.text.tokenizer import load_tokenizer
 
-        load_tokenizer(source).hf.save_pretrained(out)
+        tokenizer = load_tokenizer(source)
+        tokenizer.hf.save_pretrained(out)
+        # The tokenizer's files name one id that ends a text; a .gguf file has more.
+        ends = {"eos_token_id": sorted(tokenizer.eos_token_ids)}
+        (out / "generation_config.json").write_text(json.dumps(ends) + "\n")
 
 
 @contextmanager

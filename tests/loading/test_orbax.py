@@ -67,7 +67,8 @@ def test_the_embedded_model_with_its_tokenizer(smollm2_path: Path, tmp_path: Pat
     messages = [{"role": "user", "content": "Grüße, 世界! <|im_end|>\n\n  def f(): pass"}]
     assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
     assert ours.encode(str(messages)) == theirs.encode(str(messages))
-    assert ours.eos_token_ids == theirs.eos_token_ids
+    assert ours.eos_token_ids < theirs.eos_token_ids == {0, 2, 4}
+    assert open_model(out).generation_config == {"eos_token_id": [0, 2, 4]}
     jax.tree.map(np.testing.assert_array_equal, load(out), load(smollm2_path))
 
 
