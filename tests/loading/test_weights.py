@@ -561,7 +561,8 @@ def test_experts_are_never_on_the_host_twice(in_place: bool, tmp_path: Path) -> 
                for expert in range(24)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     bound, over = 2 * 1024 * 2048 * 4 + 32 * 2**20, list[int]()
-    while len(over) < 3 and min(over, default=bound) >= bound:  # what compiles beside it on a busy machine adds some
+    # Usually 28 to 34 MiB, but 54 was seen on a busy machine; what the loader itself holds is there each time.
+    while len(over) < 3 and min(over, default=bound) >= bound:
         done = subprocess.run([sys.executable, "-c", textwrap.dedent(_STACK), str(tmp_path), str(in_place)],
                               capture_output=True, text=True, cwd=Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr[-3000:]
