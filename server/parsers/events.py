@@ -120,36 +120,3 @@ class TextEmitter:
         """Note the end of the text."""
         if self._held and not self._after_call:
             self._emit(Text("".join(self._held)))
-
-
-def read_until(tags: tuple[str, ...], release: Callable[[str], None], *, space: bool = False, held: str = "") -> Read:
-    """Release text up to a tag, holding back only what may be the start of one; return the tag.
-
-    Args:
-        space: white space right before a tag belongs to it.
-        held: text already read.
-    """
-    try:
-        while (found := held.lstrip() if space else held) not in tags:
-            if any(tag.startswith(found) for tag in tags):
-                held += yield
-            else:
-                release(held[0])
-                held = held[1:]
-    except EndOfText:
-        release(held)
-        raise
-    return found
-
-
-def read_non_space() -> Read:
-    """Drop white space, and return the first other character."""
-    while (char := (yield)) in SPACE:
-        pass
-    return char
-
-
-def pass_through(release: Callable[[str], None]) -> Parsing:
-    """Release the rest of the text."""
-    while True:
-        release((yield))

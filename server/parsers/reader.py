@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jaxpaged.server.parsers.events import SPACE, EndOfText, Read
+from jaxpaged.server.parsers.events import SPACE, EndOfText, Parsing, Read
 
 
 class CharReader:
@@ -80,12 +80,16 @@ class CharReader:
         self.give_back(held)
         return ""
 
-    def until(self, tags: tuple[str, ...], release: Callable[[str], None]) -> Read:
-        """Release text up to a tag, holding back only what may be the start of one; return the tag."""
+    def until(self, tags: tuple[str, ...], release: Callable[[str], None], *, space: bool = False) -> Read:
+        """Release text up to a tag, holding back only what may be the start of one; return the tag.
+
+        Args:
+            space: white space right before a tag belongs to it.
+        """
         held = ""
         try:
-            while held not in tags:
-                if any(tag.startswith(held) for tag in tags):
+            while (found := held.lstrip() if space else held) not in tags:
+                if any(tag.startswith(found) for tag in tags):
                     held += yield from self.next()
                 else:
                     release(held[0])
@@ -93,4 +97,9 @@ class CharReader:
         except EndOfText:
             release(held)
             raise
-        return held
+        return found
+
+    def rest(self, release: Callable[[str], None]) -> Parsing:
+        """Release the rest of the text."""
+        while True:
+            release((yield from self.next()))

@@ -3,18 +3,8 @@
 from collections.abc import Callable
 
 from jaxpaged.core.reasoning import ReasoningStart
-from jaxpaged.server.parsers.events import (
-    Emit,
-    EndOfText,
-    Event,
-    ParseFunction,
-    Parsing,
-    Reasoning,
-    Text,
-    pass_through,
-    read_non_space,
-    read_until,
-)
+from jaxpaged.server.parsers.events import Emit, EndOfText, Event, ParseFunction, Parsing, Reasoning, Text
+from jaxpaged.server.parsers.reader import CharReader
 
 
 def split_reasoning(start: ReasoningStart, *, exact: bool = False) -> ParseFunction:
@@ -27,18 +17,19 @@ def split_reasoning(start: ReasoningStart, *, exact: bool = False) -> ParseFunct
     begin, end = start.format.begin, start.format.end
 
     def parse(emit: Emit) -> Parsing:
+        reader = CharReader()
         answer, reason = _releasing(emit, Text), _releasing(emit, Reasoning)
         phase, held, first = start.phase, start.held, ""
         if phase == "before" or (phase == "inside" and not held):
             other = _releasing(emit, Text if phase == "before" else Reasoning, skip=len(held))
             try:
                 while held.lstrip() != begin and begin.startswith(held.lstrip()):
-                    held += yield
+                    held += yield from reader.next()
             except EndOfText:
                 other(held)
                 raise
             if held.lstrip() == begin:
-                phase, first = "inside", (yield from read_non_space())
+                phase, first = "inside", (yield from reader.next_non_space())
             elif phase == "before":
                 phase = "after"
                 other(held)
@@ -47,10 +38,11 @@ def split_reasoning(start: ReasoningStart, *, exact: bool = False) -> ParseFunct
         elif phase == "inside":
             reason, first = _releasing(emit, Reasoning, skip=len(held)), held
         if phase == "inside":
-            yield from read_until((end,), reason, space=True, held=first)
+            reader.give_back(first)
+            yield from reader.until((end,), reason, space=True)
             if not exact:
-                answer((yield from read_non_space()))
-        yield from pass_through(answer)
+                answer((yield from reader.next_non_space()))
+        yield from reader.rest(answer)
 
     return parse
 
