@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs.generated_page import write_or_check  # noqa: E402
 from jaxpaged.core.compatibility import (  # noqa: E402
     BEAM_SEARCH_IGNORES,
     IGNORED_FIELDS,
@@ -89,13 +90,5 @@ def lines() -> Iterator[str]:
     yield f"| `{'`, `'.join(sorted(IGNORED_FIELDS))}` | they describe the caller or the server, not the text |"
 
 
-def main() -> int:
-    page, text = ROOT / "docs" / "limits.md", "\n".join(lines()) + "\n"
-    if "--check" in sys.argv[1:]:
-        return int(not page.exists() or page.read_text() != text)
-    page.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check("limits.md", lines()))

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from docs.generated_page import write_or_check  # noqa: E402
 from jaxpaged.commands.models import support_matrix  # noqa: E402
 from jaxpaged.loading.gguf import TENSOR_TYPES  # noqa: E402
 from jaxpaged.models.config_checks import NEUTRAL  # noqa: E402
@@ -63,13 +64,5 @@ def lines() -> Iterator[str]:
     yield f"  {', '.join(f'`{key}`' for key in NEUTRAL)}."
 
 
-def main() -> int:
-    page, text = ROOT / "docs" / "models.md", "\n".join(lines()) + "\n"
-    if "--check" in sys.argv[1:]:
-        return int(not page.exists() or page.read_text() != text)
-    page.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check("models.md", lines()))
