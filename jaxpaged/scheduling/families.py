@@ -73,13 +73,16 @@ class Families:
                 self._queues.waiting.add_request(parent)
         self._planner.admit_branches(forks)
 
-    def take_turns(self) -> None:
-        """Before a step: paused members make room for waiting members of their family."""
+    def take_turns(self) -> bool:
+        """Before a step: paused members make room for waiting members of their family. Returns whether any did."""
+        stopped = False
         for family in self._families:
             if any(member.slot == -1 and not member.paused for member in family.members):
                 for member in family.members:
                     if member.paused and member.slot >= 0:
                         self._planner.stop(member)
+                        stopped = True
+        return stopped
 
     def remove_member(self, request: Request) -> None:
         """Remove a request that has ended from its family, if it has one."""

@@ -119,6 +119,9 @@ class Scheduler:
         """Plan the next step and allocate what it needs; empty when nothing can run now."""
         self._families.take_turns()
         step, requests = self._planner.plan_step(now)
+        # The last running member of a family may just have been preempted, for a block that a paused one holds.
+        if not step.chunks and self._families.take_turns():
+            step, requests = self._planner.plan_step(now)
         if step.chunks:
             self._in_flight[step.number] = requests
         return step

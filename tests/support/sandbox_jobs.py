@@ -1,4 +1,4 @@
-"""Jobs for `BoundedProcesses` that fare badly: each is the name of what happens, and a path."""
+"""Jobs for `BoundedProcesses`, most of which fare badly: each is the name of what happens, and a path."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def begin(broken: Path) -> Callable[[Job], str]:
 
 
 def run(job: Job) -> str:
-    """Run one job and return its name."""
+    """Run one job and return its name, or the process's id where that is the job."""
     name, path = job
     if name == "kill" or (name == "kill once" and path is not None and not path.exists()):
         if path is not None:
@@ -29,6 +29,9 @@ def run(job: Job) -> str:
         run_for_ever(0)
     if name == "sleep":
         time.sleep(60)
+    if name == "pid":
+        time.sleep(0.1)  # so that two at once need two processes
+        return str(os.getpid())
     return name
 
 

@@ -61,8 +61,9 @@ def test_a_job_whose_process_is_killed_is_tried_once_more(make: Any, tmp_path: P
 
 def test_processes_killed_while_idle_cost_no_job_its_try(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     pool = make()
-    wait_for(lambda: len(children()) == 2)
-    pool.run_job(("fine", None))
+    with ThreadPoolExecutor(2) as threads:  # until both can take jobs: one that is starting is not idle
+        while len({*threads.map(pool.run_job, [("pid", None)] * 2)}) < 2:
+            pass
     for child in children():
         child.kill()
         child.wait()
