@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpaged.core.quiet_start import without_cuda_notices
 
 if TYPE_CHECKING:
+    from jaxpaged import errors
     from jaxpaged.core.config import EngineConfig
     from jaxpaged.core.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "Logprob", "RequestOutput", "RequestOutputKind",
-           "SamplingParams", "StructuredOutputsParams", "__version__", "generate"]
+           "SamplingParams", "StructuredOutputsParams", "__version__", "errors", "generate"]
 
 _HOME = {
     "LLM": "engine.llm", "generate": "engine.llm", "AsyncLLM": "engine.async_llm", "EngineConfig": "core.config",
@@ -31,6 +32,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("jaxpaged.errors")
     if name in _HOME:
         loads_jax = _HOME[name].startswith("engine.") and "jax" not in sys.modules
         with without_cuda_notices() if loads_jax else nullcontext():

@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # Modules that do not lie on their room's floor. Those without a room start the commands; those of the server are what
 # its rooms read.
 ROOM_OF = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
-          "models.__main__": "entry", "server.args": "server.args", "server.logs": "server.logs"}
+          "errors": "entry", "models.__main__": "entry", "server.args": "server.args", "server.logs": "server.logs"}
 ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers")), "server.logs": ((), ())}
 MAX_FLOORS = 9
 

@@ -1,5 +1,7 @@
 """Every error that users see; each text says what to change."""
 
+from typing import Any
+
 
 class JaxpagedError(Exception):
     """Base of all errors that jaxpaged raises on purpose."""
@@ -36,6 +38,10 @@ class RequestError(JaxpagedError, ValueError):
         """The same error for another field, whose name the user knows."""
         return type(self)(self.message, param=param, code=self.code)
 
+    def with_message(self, message: str) -> "RequestError":
+        """The same error in other words."""
+        return type(self)(message, param=self.param, code=self.code)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_request_error, (type(self), self.message, self.param, self.code)
 
@@ -54,6 +60,18 @@ class ContextLengthError(RequestError):
 
 class OverloadedError(RequestError):
     """The waiting queue is full; the same request may succeed later."""
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended a batch.
+
+    Attributes:
+        outputs: the RequestOutput of each prompt that was complete, in the order of the prompts; None for the others.
+    """
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__(f"{sum(output is not None for output in outputs)} of {len(outputs)} prompts were complete")
+        self.outputs = outputs
 
 
 class UnavailableError(JaxpagedError, RuntimeError):

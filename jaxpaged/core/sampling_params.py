@@ -51,7 +51,7 @@ class StructuredOutputsParams:
     """A constraint on the text; exactly one of the first five fields is set.
 
     Args:
-        json: a JSON schema, as a dict or as text.
+        json: a JSON schema, as a dict or as text, or a pydantic class that has one.
         regex: a regular expression that the whole text matches.
         choice: the whole text is one of these.
         grammar: a context-free grammar, in Lark's or in GBNF's notation.
@@ -76,6 +76,7 @@ class StructuredOutputsParams:
     schema_parts: tuple[SchemaPart, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "json", _schema(self.json))
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise _bad_structure("exactly one of json, regex, choice, grammar and json_object must be given")
@@ -138,7 +139,8 @@ class SamplingParams:
         early_stopping: True ends a search at its first `best_of` results, False once no running beam can improve on
             them at its present length, "never" once none can at any length; only with use_beam_search.
         expected_output_tokens: expected length of the output; orders requests under `--scheduling-policy predicted`.
-        structured_outputs: constrains the text, which ends when nothing more may follow.
+        structured_outputs: constrains the text, which ends when nothing more may follow; also a dict of the fields of
+            `StructuredOutputsParams`, a JSON schema as a dict, or a pydantic class.
         output_kind: what each output of a running request holds.
 
     Raises:
@@ -177,10 +179,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # convert numpy's numbers to Python's
-            value = getattr(self, item.name)
-            if isinstance(value, Real) and not isinstance(value, (int, float)):
-                object.__setattr__(self, item.name, int(value) if isinstance(value, Integral) else float(value))
+        for item in fields(self):
+            object.__setattr__(self, item.name, _plain(getattr(self, item.name)))
         _check_int("n", self.n, 1, MAX_N)
         if self.best_of is not None:
             _check_int("best_of", self.best_of, self.n, MAX_N)
@@ -218,8 +218,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false", param=name)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
-            raise _bad_structure("structured_outputs must be a StructuredOutputsParams")
+        object.__setattr__(self, "structured_outputs", _structured_outputs(self.structured_outputs))
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError("output_kind must be a RequestOutputKind", param="output_kind")
         if self.stop and not self.detokenize:
@@ -261,8 +260,37 @@ class SamplingParams:
                 or self.allowed_token_ids is not None)
 
 
+def _plain(value: Any) -> Any:
+    """Python's number in place of numpy's; anything else as it is."""
+    if not isinstance(value, Real) or isinstance(value, (int, float)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def _bad_structure(text: str) -> RequestError:
     return RequestError(text, param="structured_outputs")
+
+
+def _schema(value: Any) -> Any:
+    """The JSON schema of a pydantic class, or a mapping as a dict; anything else as it is."""
+    if hasattr(value, "model_json_schema"):
+        return value.model_json_schema()
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if isinstance(value, Mapping) and any(kind in value for kind in STRUCTURED_KINDS):
+        known = [item.name for item in fields(StructuredOutputsParams)]
+        unknown = next((key for key in value if key not in known), None)
+        if unknown is not None:
+            raise _bad_structure(f"structured_outputs has no field {unknown!r}; its fields are {', '.join(known)}")
+        return StructuredOutputsParams(**value)
+    if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
+        return StructuredOutputsParams(json=_schema(value))
+    raise _bad_structure("structured_outputs must be a StructuredOutputsParams, a dict of its fields, a JSON schema or "
+                         "a pydantic class")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None, param: str | None = None) -> None:
@@ -297,8 +325,12 @@ def _stop_strings(value: object) -> tuple[str, ...] | None:
 def _token_ids(name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
+    if hasattr(value, "tolist"):  # an array of numpy or JAX
+        value = value.tolist()
     if not isinstance(value, (list, tuple)):
         raise RequestError(f"{name} must be a list of token ids", param=name)
+    if set(map(type, value)) - {int, bool} and all(isinstance(item, Integral) for item in value):
+        value = [item if isinstance(item, bool) else int(item) for item in value]  # numpy's
     # Not one by one: a million ids would block the server's event loop. Not isinstance: True is an int.
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 2**31):
         raise RequestError(f"{name} must be integers from 0 to {2**31 - 1}", param=name)
@@ -321,6 +353,7 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     for key, bias in value.items():
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11:  # all keys of JSON are strings
             key = int(key)
+        key, bias = _plain(key), _plain(bias)
         _check_int("a key of logit_bias", key, 0, 2**31 - 1, param="logit_bias")
         _check_number("a value of logit_bias", bias, -100, 100, param="logit_bias")
         found[key] = float(bias)

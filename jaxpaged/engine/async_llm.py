@@ -17,8 +17,9 @@ from jaxpaged.core.errors import EngineDeadError, OverloadedError, RequestError
 from jaxpaged.core.messages import AbortRequests, EngineInfo, EngineOutputs, ResetPrefixCache, Shutdown
 from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.core.sampling_params import SamplingParams
+from jaxpaged.engine.batches import Prompt, params_of
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.llm import Prompt, in_memory_model, print_line
+from jaxpaged.engine.llm import in_memory_model, print_line
 from jaxpaged.engine.loop import EngineCall, Message, run_engine_loop
 from jaxpaged.frontend.front import Front, load_text_files
 from jaxpaged.frontend.input_processor import ProcessedRequest
@@ -56,7 +57,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
-        priority: int = 0,
+        priority: int = 0, **sampling: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they arrive; leaving the loop early aborts it.
 
@@ -65,12 +66,14 @@ class AsyncLLM:
             sampling_params: None for the model's defaults; `output_kind` says what each output holds.
             request_id: unique among the running ones; generated if not given.
             priority: the smaller is served first, with scheduling_policy="priority".
+            sampling: fields of `SamplingParams`, instead of `sampling_params`.
 
         Raises:
             RequestError: the request cannot be served.
             EngineDeadError: the engine has ended.
         """
         self._bind_to_loop(asyncio.get_running_loop())
+        [params] = params_of(sampling_params, sampling, 1)
         name = request_id or f"request-{next(self._ordinals)}"
         if name in self._keys:
             raise RequestError("a request with this request_id is running", param="request_id")
@@ -78,7 +81,7 @@ class AsyncLLM:
         key = f"{next(self._ordinals)}:{name}"
         self._keys[name] = key
         try:
-            request = await asyncio.to_thread(self._front.inputs.process, key, prompt, sampling_params,
+            request = await asyncio.to_thread(self._front.inputs.process, key, prompt, params,
                                               priority=priority)
             if self._failure is not None:  # checked only now: `_fail_all` does not reach prompts in preparation
                 raise self._failure

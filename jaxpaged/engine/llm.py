@@ -1,32 +1,37 @@
 """Offline use: `LLM` and `generate`, with the engine in the caller's process."""
 
 import dataclasses
-import difflib
 import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
 
 from jaxpaged.core.config import DEFAULT_MODEL, EngineConfig
-from jaxpaged.core.errors import ConfigError, EngineDeadError, NotSupportedError, RequestError, first_line
+from jaxpaged.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    GenerationInterrupted,
+    NotSupportedError,
+    RequestError,
+    first_line,
+)
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.engine.batches import Prompt, in_prompt, params_of, prompts_of
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.interrupts import DeferredInterrupts
 from jaxpaged.engine.startup import InMemoryModel
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalized
 from jaxpaged.frontend.front import Front, load_text_files
-from jaxpaged.frontend.input_processor import ChatPrompt, ProcessedRequest
+from jaxpaged.frontend.input_processor import ProcessedRequest
 
-Prompt = str | Sequence[int] | Mapping[str, Any] | ChatPrompt
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -84,6 +89,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        **sampling: Any,
     ) -> list[RequestOutput]:
         """Complete prompts, all at once.
 
@@ -93,14 +99,17 @@ class LLM:
             sampling_params: one for all, one for each, or None for the model's defaults.
             use_tqdm: show a progress bar.
             priority: one for each, the smaller is served first, with scheduling_policy="priority".
+            sampling: fields of `SamplingParams` for all, instead of `sampling_params`.
 
         Returns:
             One output per prompt, in their order.
 
         Raises:
-            RequestError: a prompt or a parameter cannot be used; no request has run.
+            RequestError: a prompt or a parameter cannot be used; no request has run. The text says which prompt.
+            GenerationInterrupted: Ctrl-C; holds the outputs that were complete.
         """
-        return self._run([(prompt, True) for prompt in _batch(prompts)], sampling_params, use_tqdm, priority)
+        return self._run([(prompt, True) for prompt in prompts_of(prompts)], sampling_params, sampling, use_tqdm,
+                         priority)
 
     def chat(
         self,
@@ -112,22 +121,23 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
 
         Args:
             tools: that the template describes to the model, in OpenAI's form; tool calls are part of the text.
+            sampling: fields of `SamplingParams` for all, instead of `sampling_params`.
         """
         one = not messages or isinstance(messages[0], Mapping)
-        prompts = [
-            self._front.inputs.render_chat(
-                conversation, tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs else None)
-            for conversation in ([messages] if one else messages)
-        ]
-        return self._run([(prompt, False) for prompt in prompts], sampling_params, use_tqdm)
+        prompts: list[tuple[Prompt, bool]] = []
+        for index, conversation in enumerate([messages] if one else messages):
+            with in_prompt(index, 1 if one else len(messages)):
+                prompts.append((self._front.inputs.render_chat(
+                    conversation, tools=[dict(tool) for tool in tools] if tools else None,
+                    add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                    chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs else None), False))
+        return self._run(prompts, sampling_params, sampling, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer."""
@@ -211,8 +221,11 @@ class LLM:
         """
         if not self._config.enable_embeddings:
             raise NotSupportedError("embeddings need an LLM made with enable_embeddings=True")
-        requests = [for_embedding(self._front.inputs.process(f"request-{next(self._ordinals)}", prompt,
-                                                             EMBEDDING_PARAMS), pooling) for prompt in _batch(prompts)]
+        requests, batch = [], prompts_of(prompts)
+        for index, prompt in enumerate(batch):
+            with in_prompt(index, len(batch)):
+                requests.append(for_embedding(self._front.inputs.process(
+                    f"request-{next(self._ordinals)}", prompt, EMBEDDING_PARAMS), pooling))
         outputs = []
         for output in self._run_all(requests, use_tqdm):
             assert output.embedding is not None, f"{output.request_id} ended without an embedding"
@@ -244,6 +257,7 @@ class LLM:
         self,
         prompts: list[tuple[Prompt, bool]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling: Mapping[str, Any],
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -251,32 +265,37 @@ class LLM:
         if priority is not None and len(priority) != len(prompts):
             raise RequestError(f"{len(priority)} priorities for {len(prompts)} prompts; give one for each",
                                param="priority")
-        requests = [
-            self._front.inputs.process(f"request-{next(self._ordinals)}", prompt, _final_only(params),
-                                       add_special_tokens=add_special_tokens, priority=number)
-            for (prompt, add_special_tokens), params, number in zip(
-                prompts, _spread(sampling_params, len(prompts)), priority or [0] * len(prompts), strict=True)
-        ]
+        all_params, requests = params_of(sampling_params, sampling, len(prompts)), []
+        for index, (prompt, add_special_tokens) in enumerate(prompts):
+            with in_prompt(index, len(prompts)):
+                requests.append(self._front.inputs.process(
+                    f"request-{next(self._ordinals)}", prompt, _final_only(all_params[index]),
+                    add_special_tokens=add_special_tokens, priority=priority[index] if priority else 0))
         return self._run_all(requests, use_tqdm)
 
     def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
         with self._lock, DeferredInterrupts() as interrupts:
             engine = self._live_engine()
             try:
-                for request in requests:
-                    self._front.add_request(request)
-                    for sequence in request.sequences:
-                        engine.add_request(sequence)
-                finished = self._finish_all(engine, requests, use_tqdm, interrupts)
+                for index, request in enumerate(requests):
+                    with in_prompt(index, len(requests)):
+                        self._front.add_request(request)
+                        for sequence in request.sequences:
+                            engine.add_request(sequence)
+                self._finish_all(engine, requests, finished, use_tqdm, interrupts)
             except BaseException as error:  # a refusal, an interrupt or a failure: leave nothing running
                 self._abort_all(engine, requests, error)
+                if isinstance(error, KeyboardInterrupt):
+                    raise GenerationInterrupted([finished.get(request.request_id) for request in requests]) from error
                 raise
         return [finished[request.request_id] for request in requests]
 
     def _finish_all(
-        self, engine: Engine, requests: Sequence[ProcessedRequest], use_tqdm: bool, interrupts: DeferredInterrupts
-    ) -> dict[str, RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
+        self, engine: Engine, requests: Sequence[ProcessedRequest], finished: dict[str, RequestOutput], use_tqdm: bool,
+        interrupts: DeferredInterrupts,
+    ) -> None:
+        """Run until all requests have ended; each output is in `finished`, by its request's id, once it is complete."""
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             tokens = 0
             while engine.has_work():
@@ -289,7 +308,6 @@ class LLM:
                         tokens += sum(len(choice.token_ids) for choice in output.outputs)
                         bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                         bar.update()
-        return finished
 
     def _abort_all(self, engine: Engine, requests: Sequence[ProcessedRequest], error: BaseException) -> None:
         """Abort requests; an engine that has failed inside a step is dropped, and its memory freed."""
@@ -322,49 +340,12 @@ def generate(
     Returns:
         One output per prompt, in their order.
     """
-    if sampling:
-        if sampling_params is not None:
-            raise RequestError("give sampling_params or keywords, not both", param="sampling_params")
-        sampling_params = _params_from(sampling)
+    if sampling:  # what is wrong with them is said before a model is loaded
+        params_of(sampling_params, sampling, 1)
     if isinstance(model, LLM):
-        return model.generate(prompts, sampling_params, use_tqdm)
+        return model.generate(prompts, sampling_params, use_tqdm, **sampling)
     with LLM(model, **(engine_args or {})) as llm:
-        return llm.generate(prompts, sampling_params, use_tqdm)
-
-
-def _params_from(sampling: Mapping[str, Any]) -> SamplingParams:
-    try:
-        return SamplingParams(**sampling)
-    except TypeError as error:
-        known = [item.name for item in dataclasses.fields(SamplingParams)]
-        unknown = next((name for name in sampling if name not in known), None)
-        if unknown is None:
-            raise
-        near = difflib.get_close_matches(unknown, known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise RequestError(f"unknown sampling parameter {unknown}{hint}", param=unknown) from error
-
-
-def _batch(prompts: Any) -> list[Prompt]:
-    if hasattr(prompts, "tolist"):  # an array of numpy or JAX: one prompt's ids, or a row for each prompt
-        prompts = prompts.tolist()
-    if isinstance(prompts, (str, Mapping)) or (
-            isinstance(prompts, Sequence) and prompts and all(isinstance(item, Integral) for item in prompts)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError("prompts must be a text, a list of token ids, a dict, or a list of these", param="prompt")
-    return list(prompts)
-
-
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
-        raise RequestError("sampling_params must be a SamplingParams or a list of them", param="sampling_params")
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one for all or one for each",
-                           param="sampling_params")
-    return list(params)
+        return llm.generate(prompts, sampling_params, use_tqdm, **sampling)
 
 
 def _final_only(params: SamplingParams | None) -> SamplingParams | None:

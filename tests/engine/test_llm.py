@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,29 @@ def test_generate_names_a_keyword_that_does_not_exist(llm: LLM) -> None:
         jaxpaged.generate(llm, "one", max_tokens=0)
     with pytest.raises(RequestError, match="not both"):
         jaxpaged.generate(llm, "one", GREEDY, temperature=0)
+    with pytest.raises(RequestError, match=r"engine_args=\{'max_model_len': ...\}"):
+        jaxpaged.generate("no-such-model", "one", max_model_len=64)  # said before the model is looked for
+
+
+def test_keywords_are_sampling_parameters(llm: LLM) -> None:
+    with_params = llm.generate(["one", "two"], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    assert ids_of(llm.generate(["one", "two"], temperature=0, max_tokens=3, use_tqdm=False)) == ids_of(with_params)
+    conversation = [{"role": "user", "content": "hello"}]
+    assert ids_of(llm.chat(conversation, temperature=0, max_tokens=3, use_tqdm=False)) == ids_of(
+        llm.chat(conversation, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False))
+    with pytest.raises(jaxpaged.errors.RequestError, match="temperature"):
+        llm.generate("one", temperatur=0)
+
+
+def test_an_error_says_which_of_the_prompts_it_is_about(llm: LLM) -> None:
+    prompts: list[Any] = [[1, 2]] * 500
+    prompts.insert(17, [1, 2, 10**6])
+    with pytest.raises(RequestError, match=r"^prompts\[17\]: "):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: "):
+        llm.chat([[{"role": "user", "content": "hello"}], [{"role": "user"}]], GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^(?!prompts)"):
+        llm.generate(prompts[17], GREEDY, use_tqdm=False)
 
 
 def test_a_model_in_memory_runs_on_its_own_weights() -> None:
@@ -400,13 +424,13 @@ def default_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def in_third_step(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """Let something happen in the middle of the third step from now on."""
+def in_step(monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]) -> None:
+    """Let something happen in the middle of a step, counted from now on."""
     dispatch, calls = ModelRunner.dispatch, list[int]()
 
     def disturbed(self: ModelRunner, step: SchedulerOutput) -> StepInFlight:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == number:
             happens()
         return dispatch(self, step)
 
@@ -415,12 +439,18 @@ def in_third_step(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) 
 
 @pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the call, but not in the middle of a step: then blocks that were never written would count as cached."""
+    """It ends the call, but not in the middle of a step: then blocks that were never written would count as cached.
+
+    What was complete by then is not lost.
+    """
     prompts = [random_prompt(20, number) for number in range(6)]
+    params = [replace(GREEDY, max_tokens=1 if number == 1 else GREEDY.max_tokens) for number in range(6)]
     with monkeypatch.context() as patch:
-        in_third_step(patch, lambda: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts, GREEDY, use_tqdm=False)
+        in_step(patch, 6, lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(jaxpaged.errors.GenerationInterrupted, match="1 of 6 prompts were complete") as interrupted:
+            llm.generate(prompts, params, use_tqdm=False)
+    assert isinstance(interrupted.value, KeyboardInterrupt)
+    assert [output is not None for output in interrupted.value.outputs] == [number == 1 for number in range(6)]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [list(output.prompt_token_ids) for output in outputs] == prompts
@@ -442,7 +472,7 @@ def test_a_step_that_fails_is_the_end_of_an_llm(model_path: Path, monkeypatch: p
     for happens, error in ((out_of_memory, RuntimeError), (impatient, KeyboardInterrupt)):
         llm = LLM(model_path, **ENGINE_ARGS)
         with monkeypatch.context() as patch:
-            in_third_step(patch, happens)
+            in_step(patch, 3, happens)
             with pytest.raises(error):
                 llm.generate([[1, 2, 3], [4, 5]], GREEDY, use_tqdm=False)
         with pytest.raises(EngineDeadError, match=error.__name__):
