@@ -55,7 +55,7 @@ def make_engine(arguments: dict[str, Any]) -> Any:
 
     from jaxpaged.core.config import EngineConfig
     from jaxpaged.engine.engine import Engine
-    from jaxpaged.engine.startup import InMemoryModel
+    from jaxpaged.engine.in_memory import InMemoryModel
     from jaxpaged.models.registry import find_family
 
     family = find_family(TINY)

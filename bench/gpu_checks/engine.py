@@ -18,7 +18,7 @@ def check_engine(report: Report) -> None:
     from jaxpaged.core.messages import EngineRequest
     from jaxpaged.core.sampling_params import SamplingParams
     from jaxpaged.engine.engine import Engine
-    from jaxpaged.engine.startup import InMemoryModel
+    from jaxpaged.engine.in_memory import InMemoryModel
     from jaxpaged.execution.model_runner import StepInFlight
     from jaxpaged.models.registry import find_family
 

@@ -19,8 +19,8 @@ from jaxpaged.core.flags import add_flags, merge_model, new_parser, parse_flags
 if TYPE_CHECKING:
     import jax
 
+    from jaxpaged.engine.model_source import ModelSource
     from jaxpaged.engine.planning import EngineLayout
-    from jaxpaged.engine.startup import ModelSource
     from jaxpaged.execution.aot import ProgramFacts
     from jaxpaged.execution.devices import DeviceInfo
     from jaxpaged.execution.programs import ProgramSet

@@ -19,8 +19,10 @@ from jaxpaged.core.outputs import RequestOutput
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.batches import Prompt, params_of
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.llm import in_memory_model, print_line
+from jaxpaged.engine.in_memory import in_memory_model
+from jaxpaged.engine.llm import print_line
 from jaxpaged.engine.loop import EngineCall, Message, run_engine_loop
+from jaxpaged.execution.devices import without_caller_contexts
 from jaxpaged.frontend.front import Front, load_text_files
 from jaxpaged.frontend.input_processor import ProcessedRequest
 
@@ -37,7 +39,8 @@ class AsyncLLM:
     def __init__(self, model: Any = DEFAULT_MODEL, **engine_args: Any) -> None:
         in_memory = in_memory_model(model)
         config = EngineConfig.from_kwargs(model="in-memory" if in_memory else model, **engine_args)
-        engine = Engine(config, print_line, model=in_memory)
+        with without_caller_contexts():
+            engine = Engine(config, print_line, model=in_memory)
         self._engine: Engine | None = engine  # for as long as its thread runs
         self.info: EngineInfo = engine.info
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
@@ -140,7 +143,7 @@ class AsyncLLM:
 
     async def get_params(self) -> dict[Any, Any]:
         """The weights on the device, as the nested dict that `update_weights` takes. They must not be donated."""
-        return dict(await self._call(lambda engine: engine.params))
+        return dict(await self._call(lambda engine: engine.get_params()))
 
     async def update_weights(self, params: Mapping[Any, Any]) -> None:
         """Replace the weights by others of the same shapes and dtypes, from the next step on, in running requests too.

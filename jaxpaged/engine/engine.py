@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpaged.core.config import EngineConfig
-from jaxpaged.core.errors import RequestError
+from jaxpaged.core.errors import ConfigError, RequestError
 from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
 from jaxpaged.engine.beam_search import BeamSearches
-from jaxpaged.engine.startup import InMemoryModel, prepare
+from jaxpaged.engine.in_memory import InMemoryModel
+from jaxpaged.engine.startup import prepare
 from jaxpaged.engine.structured_output_manager import StructuredOutputManager
 from jaxpaged.execution.model_runner import ModelRunner, StepInFlight
 from jaxpaged.execution.step_functions import Params
@@ -80,12 +81,24 @@ class Engine:
         self._undelivered: list[TokenDelta] = []
         self._stats = EngineStats(blocks_total=self._pool.num_usable, compilations=self._runner.num_compiled)
         self._busy_since: float | None = None
+        self._shares_weights = model is not None  # with code that may donate or delete them
         self.broken = False
 
     @property
     def params(self) -> Params:
         """The weights on the device, as a nested dict."""
         return self._runner.params
+
+    def get_params(self) -> Params:
+        """The same, for code that may do anything with them: from now on each step checks that they are still there."""
+        self._shares_weights = True
+        return self._runner.params
+
+    def check_weights(self) -> None:
+        """Raise ConfigError, which names it, if a weight's memory is gone, as after it was donated elsewhere."""
+        if self._shares_weights and (name := self._runner.deleted_weight()) is not None:
+            raise ConfigError(f"the weight {name} has been deleted, or donated elsewhere; set new weights with "
+                              "update_weights")
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -126,6 +139,10 @@ class Engine:
         Returns:
             The outputs of the step before; none on the first call, since a step's ids arrive with the next one.
         """
+        try:
+            self.check_weights()
+        except ConfigError as error:
+            return self._fail_all(str(error))
         self.broken = True
         self._note_idle_device()
         step = self._scheduler.schedule(time.monotonic())
@@ -168,9 +185,10 @@ class Engine:
         """Use other weights from the next step on.
 
         Raises:
-            ConfigError: the tree, a shape or a dtype is not that of the loaded weights.
+            ConfigError: the tree, a shape or a dtype is not that of the loaded weights; it names what differs.
         """
         self._runner.replace_params(params)
+        self._shares_weights = True
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
@@ -189,6 +207,15 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.sampled()
             self._in_flight = None
+
+    def _fail_all(self, error: str) -> EngineOutputs:
+        """End all requests with an error; the engine can continue."""
+        deltas, self._undelivered = self._undelivered, []
+        if self._in_flight is not None:
+            deltas += self._with_beams(self._collect(self._in_flight))
+            self._in_flight = None
+        deltas += self._with_beams(self._scheduler.abort(self._scheduler.live_ids(), error))
+        return EngineOutputs(tuple(deltas), self.stats())
 
     def _collect(self, running: StepInFlight) -> list[TokenDelta]:
         sampled = running.sampled()

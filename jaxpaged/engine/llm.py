@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 import sys
 import threading
 import time
@@ -14,7 +13,6 @@ from tqdm import tqdm
 
 from jaxpaged.core.config import DEFAULT_MODEL, EngineConfig
 from jaxpaged.core.errors import (
-    ConfigError,
     EngineDeadError,
     GenerationInterrupted,
     NotSupportedError,
@@ -26,8 +24,9 @@ from jaxpaged.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, Reque
 from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.engine.batches import Prompt, in_prompt, params_of, prompts_of
 from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.in_memory import in_memory_model
 from jaxpaged.engine.interrupts import DeferredInterrupts
-from jaxpaged.engine.startup import InMemoryModel
+from jaxpaged.execution.devices import without_caller_contexts
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding, normalized
 from jaxpaged.frontend.front import Front, load_text_files
 from jaxpaged.frontend.input_processor import ProcessedRequest
@@ -38,21 +37,6 @@ Conversation = Sequence[Mapping[str, Any]]
 def print_line(line: str) -> None:
     """Show a start-up line to the user on stderr, which leaves the program's stdout alone."""
     print(line, file=sys.stderr, flush=True)
-
-
-def in_memory_model(model: Any) -> InMemoryModel | None:
-    """A (module, params) pair as a model in memory; None for a name or path.
-
-    Raises:
-        ConfigError: a pair of something else.
-    """
-    if isinstance(model, (str, os.PathLike)):
-        return None
-    from jaxpaged.models.transformer import Transformer
-
-    if not isinstance(model, tuple) or len(model) != 2 or not isinstance(model[0], Transformer):
-        raise ConfigError("model must be a name, a path, or a pair of a jaxpaged Transformer module and its params")
-    return InMemoryModel(*model)
 
 
 class LLM:
@@ -74,7 +58,8 @@ class LLM:
         name = "in-memory" if in_memory else model
         config = EngineConfig.from_kwargs(model=name, **engine_args)
         self._config = config
-        self._engine: Engine | None = Engine(config, print_line, model=in_memory)
+        with without_caller_contexts():
+            self._engine: Engine | None = Engine(config, print_line, model=in_memory)
         self.info: EngineInfo = self._engine.info
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
         self._lock = threading.Lock()  # around every use of the engine and of `_front`, except its `inputs`
@@ -161,15 +146,15 @@ class LLM:
 
     def get_params(self) -> dict[Any, Any]:
         """The weights on the device, as the nested dict that `update_weights` takes. They must not be donated."""
-        return self._live_engine().params
+        return self._live_engine().get_params()
 
     def update_weights(self, params: Mapping[Any, Any]) -> None:
         """Replace the weights by others of the same shapes and dtypes, from the next request on.
 
         Raises:
-            ConfigError: the tree, a shape or a dtype differs.
+            ConfigError: the tree, a shape or a dtype differs; the text names what.
         """
-        with self._lock, DeferredInterrupts():
+        with self._lock, DeferredInterrupts(), without_caller_contexts():
             self._live_engine().update_weights(params)
 
     def reset_prefix_cache(self) -> bool:
@@ -275,8 +260,9 @@ class LLM:
 
     def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        with self._lock, DeferredInterrupts() as interrupts:
+        with self._lock, DeferredInterrupts() as interrupts, without_caller_contexts():
             engine = self._live_engine()
+            engine.check_weights()
             try:
                 for index, request in enumerate(requests):
                     with in_prompt(index, len(requests)):

@@ -1,7 +1,6 @@
 """From a configuration to a model that is loaded, compiled and ready to run."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.trusted_files import UntrustedFileError, make_private
+from jaxpaged.engine.in_memory import InMemoryModel, source_in_memory
+from jaxpaged.engine.model_source import ModelSource
 from jaxpaged.engine.mosaic_check import choose_gpu_attention
 from jaxpaged.engine.native_kernels import choose_native, keeps_stored
 from jaxpaged.engine.planning import (
@@ -31,10 +31,10 @@ from jaxpaged.engine.planning import (
     temporaries_by_bound,
 )
 from jaxpaged.execution.devices import DeviceInfo, select_device
-from jaxpaged.execution.model_runner import ModelRunner, placed
+from jaxpaged.execution.model_runner import ModelRunner
 from jaxpaged.execution.program_store import stored_blocks
 from jaxpaged.execution.programs import ProgramSet
-from jaxpaged.execution.sharding import Partition, Placement
+from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import Params
 from jaxpaged.execution.step_shape import StepShape
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
@@ -42,24 +42,14 @@ from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_m
 from jaxpaged.loading.hub import cache_dir, resolve_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint, saved_rules
 from jaxpaged.loading.weights import load_params
-from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import eos_ids
 from jaxpaged.models.quantization import kept_as_stored
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.rope_tables import merge_overrides
-from jaxpaged.models.transformer import Transformer
 from jaxpaged.models.weight_rules import WeightRule, products
 from jaxpaged.pallas_kernels.kv_pages import page_dtype
 
 _SHOW_LOADING_BYTES = 2**30  # smaller models load in seconds: the compilation's bar is enough
-
-
-@dataclass(frozen=True, slots=True)
-class InMemoryModel:
-    """A model in the caller's memory: its module, and weights as `nnx.to_pure_dict` returns them."""
-
-    module: Transformer
-    params: Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +59,6 @@ class ReadyModel:
     runner: ModelRunner
     info: EngineInfo
     shape: StepShape
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model without weights: how to define it for some devices, and how to load it."""
-
-    config: ModelConfig
-    dtype: jnp.dtype
-    define: Callable[[ModelConfig, Partition], ModelDefinition]
-    load: Callable[[ModelDefinition, ProgramSet, bool], Params]
 
 
 def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | None = None) -> ReadyModel:
@@ -91,7 +71,7 @@ def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | Non
     device = select_device(config.device, config.tensor_parallel_size,
                            config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
     _enable_compilation_cache(report)
-    model = _from_memory(in_memory) if in_memory else _from_checkpoint(config, device)
+    model = source_in_memory(in_memory, config.dtype, report) if in_memory else _from_checkpoint(config, device)
     on_cpu = device.platform == "cpu"
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
         raise ConfigError("--preemption-mode swap needs memory; give --swap-space in GiB")
@@ -178,7 +158,9 @@ def _layout_and_programs(
     config: EngineConfig, model: ModelSource, device: DeviceInfo, report: Report
 ) -> tuple[EngineLayout, ProgramSet]:
     """The layout and its programs, those of --compiled where they fit."""
-    if config.compiled:
+    if config.compiled and model.own_module:
+        report(f"{config.compiled} is not used: it cannot hold programs of a module of one's own")
+    elif config.compiled:
         store = Path(config.compiled).expanduser()
         # The number of blocks is a part of every program: unless a flag sets it, it is that of the store.
         blocks = stored_blocks(store) if config.kv_cache_memory_bytes is None else None
@@ -223,25 +205,6 @@ def model_of(
         raise CheckpointError("this model has no weights")
 
     return ModelSource(model, dtype, partial(define, family, dtype), load)
-
-
-def _from_memory(model: InMemoryModel) -> ModelSource:
-    config = model.module.config
-    family = find_family({"architectures": [config.architecture]})
-    dtype = jnp.dtype(jax.tree.leaves(model.params)[0].dtype)
-
-    def like_the_params(wanted: ModelConfig, partition: Partition) -> ModelDefinition:
-        found = define(family, dtype, wanted, partition)
-        if wanted.num_layers < config.num_layers:
-            return found
-        shapes = jax.tree.map(lambda shape, param: jax.ShapeDtypeStruct(shape.shape, param.dtype), found.shapes,
-                              model.params)
-        return replace(found, shapes=shapes)
-
-    def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
-        return placed(model.params, programs.params, definition.axes, programs.placement)
-
-    return ModelSource(config, dtype, like_the_params, load)
 
 
 def _rules(checkpoint: Checkpoint | None, family: ModelFamily) -> tuple[WeightRule, ...]:

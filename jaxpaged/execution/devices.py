@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,16 @@ class DeviceInfo:
     kind: str
     memory_bytes: int
     devices: tuple[jax.Device, ...]
+
+
+@contextlib.contextmanager
+def without_caller_contexts() -> Iterator[None]:
+    """Inside, JAX does not see the contexts of its caller in which compiled programs do not run.
+
+    Those that change how a program is traced do not reach the threads that trace: `ProgramSet` has its own.
+    """
+    with jax.disable_jit(False), jax.transfer_guard("allow"):
+        yield
 
 
 def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEMORY_SHARE) -> DeviceInfo:

@@ -9,20 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.core.errors import ConfigError
 from jaxpaged.core.kv_groups import NULL_BLOCK
 from jaxpaged.core.messages import TokenLogprobs
 from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
+from jaxpaged.execution.params import check_params, leaf_names, placed, plain_tree
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.prompt_scores import ChunkPart, HiddenRows, ScoredRows, parts_of, runs_of, wants_states
 from jaxpaged.execution.sampler import state_of
-from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import Params
 from jaxpaged.execution.step_input import pad_step
 from jaxpaged.execution.step_shape import ADMIT_SIZES, COPY_BLOCKS, SCORED_ROWS, TABLE_ROWS, StepShape
-from jaxpaged.models.param_layout import ParamAxes
 from jaxpaged.models.transformer import Pools
 from jaxpaged.scheduling.scheduler_output import (
     REJECTED_TOKEN,
@@ -77,25 +75,6 @@ def with_rejections(chunks: Sequence[ScheduledChunk], sampled: Sequence[int]) ->
                 break
         row = end
     return ids
-
-
-def placed(params: Mapping[Any, Any], shapes: Params, axes: Params, placement: Placement) -> Params:
-    """Weights on their devices; those already there stay, host arrays are copied.
-
-    Args:
-        params: each as stored, or as the devices hold it.
-        shapes: shape and sharding of each, in a tree like `params`; padding for the mesh is zeros.
-        axes: of each.
-    """
-    def place(leaf: Any, shape: Any, names: ParamAxes) -> jax.Array:
-        if placement.mesh is None:
-            # On CPU JAX would use the numpy array's memory, and its owner may still write to it.
-            return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), shape.sharding)
-        if isinstance(leaf, jax.Array) and leaf.shape == shape.shape:
-            return jax.device_put(leaf, shape.sharding)
-        return placement.put(np.asarray(leaf), shape, names)
-
-    return dict(jax.tree.map(place, params, shapes, axes))
 
 
 class ModelRunner:
@@ -193,13 +172,16 @@ class ModelRunner:
         Raises:
             ConfigError: the tree, a shape or a dtype differs from the loaded weights'.
         """
-        def shapes(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype)), tree)
-
-        if shapes(params) not in (shapes(self._params), shapes(self._stored)):
-            raise ConfigError("the new weights differ from the loaded ones in their tree, a shape or a dtype"
-                              f"{self._programs.quant_hint}")
+        params = plain_tree(params)
+        check_params(params, self._stored, self._programs.params, what="the new weights",
+                     hint=self._programs.quant_hint)
         self._params = placed(params, self._programs.params, self._programs.axes, self._programs.placement)
+
+    def deleted_weight(self) -> str | None:
+        """The name of a weight whose memory is gone, as after it was donated elsewhere; None if all are there."""
+        if not any([leaf.is_deleted() for leaf in jax.tree.leaves(self._params)]):
+            return None
+        return next(name for name, leaf in leaf_names(self._params) if leaf.is_deleted())
 
     def _allowed(self, wanted: FullSampling, rows: int) -> jax.Array | np.ndarray:
         """Allowed tokens of each sampled row: all, on the device already, unless a row has a mask."""

@@ -194,9 +194,13 @@ class ProgramSet:
             return sum(leaf.size * leaf.dtype.itemsize for leaf in state) + max(temporaries)
 
     def get(self, name: ProgramName) -> jax.stages.Compiled:
-        """The executable; compiled now if it is not yet."""
+        """The executable; compiled now if it is not yet.
+
+        In a thread of its own, where no context of the caller changes what is traced, such as a mesh that is set.
+        """
         if name not in self._compiled:
-            compiled = self._from_store(name) or self.compile(name)
+            with ThreadPoolExecutor(1) as thread:
+                compiled = thread.submit(lambda: self._from_store(name) or self.compile(name)).result()
             with self._lock:
                 self._compiled[name] = compiled
         return self._compiled[name]

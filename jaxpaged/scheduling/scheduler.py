@@ -201,11 +201,12 @@ class Scheduler:
         """Append a token to each paused request that continues; the caller has aborted the others."""
         self._families.resume(branches)
 
-    def abort(self, request_ids: Iterable[str]) -> list[TokenDelta]:
-        """End these requests now; unknown and finished ids are ignored."""
+    def abort(self, request_ids: Iterable[str], error: str | None = None) -> list[TokenDelta]:
+        """End these requests now, as failed if there is an error; unknown and finished ids are ignored."""
         wanted = dict.fromkeys(request_ids)
         live = [self._queues.live[request_id] for request_id in wanted if request_id in self._queues.live]
-        return [self._finish(request, RequestStatus.FINISHED_ABORTED) for request in live]
+        status = RequestStatus.FINISHED_ABORTED if error is None else RequestStatus.FINISHED_ERROR
+        return [self._finish(request, status, error=error) for request in live]
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of all blocks: nothing computed so far is shared with a later request."""

@@ -20,8 +20,8 @@ from jaxpaged.core.errors import ConfigError, ContextLengthError, RequestError
 from jaxpaged.core.messages import AbortRequests, EngineOutputs, EngineRequest, Shutdown
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.in_memory import InMemoryModel
 from jaxpaged.engine.loop import run_engine_loop
-from jaxpaged.engine.startup import InMemoryModel
 from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Partition, Placement, axes_tree

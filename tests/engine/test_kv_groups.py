@@ -13,7 +13,7 @@ from jaxpaged.core.kv_groups import KVGroup
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.engine import Engine
-from jaxpaged.engine.llm import in_memory_model
+from jaxpaged.engine.in_memory import in_memory_model
 from jaxpaged.execution.model_runner import StepInFlight
 from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.models.transformer import Transformer

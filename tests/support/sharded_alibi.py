@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxpaged.engine.planning import define
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.execution.model_runner import placed
+from jaxpaged.execution.params import placed
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Placement, partition_of
 from jaxpaged.execution.step_shape import StepShape

@@ -33,7 +33,7 @@ def _run(case: dict[str, Any]) -> dict[str, Any]:
     from jaxpaged.core.messages import EngineRequest
     from jaxpaged.core.sampling_params import SamplingParams
     from jaxpaged.engine.engine import Engine
-    from jaxpaged.engine.llm import in_memory_model
+    from jaxpaged.engine.in_memory import in_memory_model
     from tests.support.tiny_llama import load_with_windows
 
     lines: list[str] = []
