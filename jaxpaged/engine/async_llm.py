@@ -6,11 +6,13 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
+
+import jax
 
 from jaxpaged.core.config import DEFAULT_MODEL, EngineConfig
 from jaxpaged.core.errors import EngineDeadError, OverloadedError, RequestError
@@ -33,14 +35,17 @@ class AsyncLLM:
     Its requests belong to one event loop at a time: once all have finished, another loop may use it.
 
     Args:
-        model, engine_args: as for `LLM`.
+        model, devices, mesh, engine_args: as for `LLM`.
     """
 
-    def __init__(self, model: Any = DEFAULT_MODEL, **engine_args: Any) -> None:
+    def __init__(
+        self, model: Any = DEFAULT_MODEL, *, devices: Sequence[jax.Device] | None = None,
+        mesh: jax.sharding.Mesh | None = None, **engine_args: Any,
+    ) -> None:
         in_memory = in_memory_model(model)
         config = EngineConfig.from_kwargs(model="in-memory" if in_memory else model, **engine_args)
         with without_caller_contexts():
-            engine = Engine(config, print_line, model=in_memory)
+            engine = Engine(config, print_line, model=in_memory, devices=devices, mesh=mesh)
         self._engine: Engine | None = engine  # for as long as its thread runs
         self.info: EngineInfo = engine.info
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))

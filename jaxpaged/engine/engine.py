@@ -4,8 +4,10 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, RequestError
@@ -39,6 +41,7 @@ class Engine:
         config: what to load and how to run it.
         report: called with each line that the user should see at start.
         model: a model already in memory, in place of `config.model`.
+        devices, mesh: see `choose_devices`.
 
     Attributes:
         info: sizes and choices made at start.
@@ -49,9 +52,10 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, report: Callable[[str], None] = _silent, *, model: InMemoryModel | None = None
+        self, config: EngineConfig, report: Callable[[str], None] = _silent, *, model: InMemoryModel | None = None,
+        devices: Sequence[jax.Device] | None = None, mesh: jax.sharding.Mesh | None = None,
     ) -> None:
-        ready = prepare(config, report, model)
+        ready = prepare(config, report, model, devices, mesh)
         self.info: EngineInfo = ready.info
         self._context = ContextWindow(ready.info.max_model_len)
         self._runner: ModelRunner = ready.runner

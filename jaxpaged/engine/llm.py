@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 from tqdm import tqdm
 
 from jaxpaged.core.config import DEFAULT_MODEL, EngineConfig
@@ -47,19 +48,25 @@ class LLM:
     Args:
         model: a directory, a .gguf file, a hub id, nothing for the default model, or a (module, params) pair of a
             `jaxpaged.models` module and the pure dict of its parameters, which are used in place.
+        devices: to run on, as `jax.devices()` gives them; several share the model by tensor parallelism.
+        mesh: whose devices to run on, in place of `devices`. With neither, a model in memory runs where its weights
+            are, and others on JAX's default device, or on its first ones.
         engine_args: fields of `EngineConfig`: the server's flags, with underscores.
 
     Raises:
         ConfigError, CheckpointError: with what to change.
     """
 
-    def __init__(self, model: Any = DEFAULT_MODEL, **engine_args: Any) -> None:
+    def __init__(
+        self, model: Any = DEFAULT_MODEL, *, devices: Sequence[jax.Device] | None = None,
+        mesh: jax.sharding.Mesh | None = None, **engine_args: Any,
+    ) -> None:
         in_memory = in_memory_model(model)
         name = "in-memory" if in_memory else model
         config = EngineConfig.from_kwargs(model=name, **engine_args)
         self._config = config
         with without_caller_contexts():
-            self._engine: Engine | None = Engine(config, print_line, model=in_memory)
+            self._engine: Engine | None = Engine(config, print_line, model=in_memory, devices=devices, mesh=mesh)
         self.info: EngineInfo = self._engine.info
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
         self._lock = threading.Lock()  # around every use of the engine and of `_front`, except its `inputs`

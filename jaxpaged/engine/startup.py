@@ -1,6 +1,7 @@
 """From a configuration to a model that is loaded, compiled and ready to run."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.trusted_files import UntrustedFileError, make_private
+from jaxpaged.engine.chosen_devices import choose_devices
 from jaxpaged.engine.in_memory import InMemoryModel, source_in_memory
 from jaxpaged.engine.model_source import ModelSource
 from jaxpaged.engine.mosaic_check import choose_gpu_attention
@@ -30,7 +32,7 @@ from jaxpaged.engine.planning import (
     model_dtype,
     temporaries_by_bound,
 )
-from jaxpaged.execution.devices import DeviceInfo, select_device
+from jaxpaged.execution.devices import DeviceInfo, describe_devices, select_device
 from jaxpaged.execution.model_runner import ModelRunner
 from jaxpaged.execution.program_store import stored_blocks
 from jaxpaged.execution.programs import ProgramSet
@@ -61,15 +63,19 @@ class ReadyModel:
     shape: StepShape
 
 
-def prepare(config: EngineConfig, report: Report, in_memory: InMemoryModel | None = None) -> ReadyModel:
+def prepare(
+    config: EngineConfig, report: Report, in_memory: InMemoryModel | None = None,
+    devices: Sequence[jax.Device] | None = None, mesh: jax.sharding.Mesh | None = None,
+) -> ReadyModel:
     """Load the model, plan the KV pool and compile the programs; progress goes to stderr and `report`.
 
     Raises:
         ConfigError, CheckpointError: with what to change.
     """
     began = time.monotonic()
-    device = select_device(config.device, config.tensor_parallel_size,
-                           config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
+    config, chosen = choose_devices(config, devices, mesh, in_memory)
+    device = describe_devices(chosen, config.device) if chosen is not None else select_device(
+        config.device, config.tensor_parallel_size, config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
     _enable_compilation_cache(report)
     model = source_in_memory(in_memory, config.dtype, report) if in_memory else _from_checkpoint(config, device)
     on_cpu = device.platform == "cpu"

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -69,11 +69,32 @@ def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEM
         hint = "; this process has started JAX already, set jax_num_cpu_devices before" if platform == "cpu" else ""
         raise ConfigError(f"--tensor-parallel-size {count} needs {count} {platform} devices, "
                           f"there are {len(devices)}{hint}")
-    chosen = tuple(devices[:count])
+    found = describe_devices(devices[:count])
+    return found if platform == "cpu" else replace(found, memory_bytes=int(found.memory_bytes / memory_share))
+
+
+def describe_devices(devices: Sequence[jax.Device], wanted: str = "auto") -> DeviceInfo:
+    """Devices that the caller has chosen; no setting of JAX is changed.
+
+    Raises:
+        ConfigError: they are none, not of one kind, given twice, or not of the platform `wanted`.
+    """
+    chosen = tuple(devices)
+    if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
+        raise ConfigError("devices must be a list of JAX devices, as jax.devices() returns them")
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError("devices: one of them is given twice")
+    if len({device.device_kind for device in chosen}) > 1:
+        raise ConfigError("devices must be of one kind, not " + " and ".join(sorted({
+            device.device_kind for device in chosen})))
+    platform = "cpu" if chosen[0].platform == "cpu" else "cuda"
+    if wanted not in ("auto", platform):
+        raise ConfigError(f"device={wanted}, but the devices that were given are of {chosen[0].platform}; leave one of "
+                          "the two out")
     if platform == "cpu":
         return DeviceInfo("cpu", f"CPU ({usable_cores()} cores)", process_memory_bytes(), chosen)
     stats = chosen[0].memory_stats() or {}
-    return DeviceInfo("cuda", chosen[0].device_kind, int(stats.get("bytes_limit", 0) / memory_share), chosen)
+    return DeviceInfo("cuda", chosen[0].device_kind, int(stats.get("bytes_limit", 0)), chosen)
 
 
 def _limit_preallocation(share: float) -> None:
