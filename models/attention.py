@@ -25,14 +25,13 @@ class Attention(nnx.Module):
         self, spec: AttentionSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
         heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.spec, self.axis, self.head_dim = spec, axis, head_dim
         self.qkv = Linear(model_dim, (heads + 2 * kv_heads) * head_dim, bias=spec.bias, dtype=dtype, rngs=rngs)
         self.o = Linear(heads * head_dim, model_dim, bias=spec.output_bias, dtype=dtype, rngs=rngs, sum_over=axis)
-        self.q_norm = Norm(head_dim, spec.qk_norm, dtype=dtype) if spec.qk_norm else None
-        self.k_norm = Norm(head_dim, spec.qk_norm, dtype=dtype) if spec.qk_norm else None
+        self.q_norm = self._qk_norm(heads, dtype)
+        self.k_norm = self._qk_norm(kv_heads, dtype)
         self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if spec.sinks else None
         self.alibi_heads = heads if spec.alibi else 0
-        self.axis = axis
-        self.head_dim = head_dim
         self.rule = AttentionRule(spec.scale or head_dim**-0.5, spec.window, spec.softcap)
 
     def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
@@ -42,7 +41,11 @@ class Attention(nnx.Module):
         heads = qkv.shape[1] - 2 * kv_heads
         q, k, v = Heads(qkv, 0, heads), Heads(qkv, heads, kv_heads), Heads(qkv, heads + kv_heads, kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normed(q, self.q_norm), _normed(k, self.k_norm)
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        if self.spec.query_growth is not None:
+            base, length = self.spec.query_growth
+            growth = 1 + base * jnp.log1p(jnp.floor(meta.position.astype(jnp.float32) / length))
+            q = Heads.of((q.apart() * growth[:, None, None]).astype(x.dtype))
         rule, bias, work = self.rule, self._head_bias(heads), meta.work
         if isinstance(work, GpuAttention):
             y, padded, pages = rotary_kv_write(q, k, v, meta.cos, meta.sin, meta.page, meta.offset, pages,
@@ -61,6 +64,19 @@ class Attention(nnx.Module):
             y = xla_paged_attention.paged_attention(y, pages, meta.block_table, work, rule, bias, XLA_TILES)
         return self.o(y.reshape(x.shape[0], -1)), pages
 
+    def _qk_norm(self, heads: int, dtype: jnp.dtype) -> Norm | None:
+        over, size = self.spec.qk_norm_over, self.head_dim
+        if self.spec.qk_norm is None:
+            return None
+        if over == "all heads":
+            return Norm(heads * size, self.spec.qk_norm, dtype=dtype, mean_over=self.axis)
+        return Norm((heads, size) if over == "each head" else size, self.spec.qk_norm, dtype=dtype)
+
+    def _normed(self, heads: Heads, norm: Norm) -> Heads:
+        rows = heads.apart()  # [T, heads, H]
+        shape = {"head": (-1, self.head_dim), "each head": rows.shape, "all heads": (rows.shape[0], -1)}
+        return Heads.of(norm(rows.reshape(shape[self.spec.qk_norm_over])).reshape(rows.shape))
+
     def _head_bias(self, heads: int) -> HeadBias:
         """Of the `heads` query heads that this device has."""
         slopes = None
@@ -69,8 +85,3 @@ class Attention(nnx.Module):
             if self.axis is not None:
                 slopes = jax.lax.dynamic_slice_in_dim(slopes, jax.lax.axis_index(self.axis) * heads, heads)
         return HeadBias(slopes, None if self.sinks is None else self.sinks[...].astype(jnp.float32))
-
-
-def _normed(heads: Heads, norm: Norm) -> Heads:
-    rows = heads.apart()
-    return Heads.of(norm(rows.reshape(-1, rows.shape[2])).reshape(rows.shape))

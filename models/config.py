@@ -10,18 +10,31 @@ from jaxpaged.core.kv_groups import KVLayout, make_layout
 from jaxpaged.models.quantization import DENSE, QuantScheme
 
 NormPlacement = Literal["before", "after", "both", "parallel", "parallel_separate"]
+# Over the numbers of each head, with a scale [H] for all or one [N, H] for each; or over all heads' together, [N * H].
+QKNorm = Literal["head", "each head", "all heads"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding: base frequency `theta`, and the scaling of long-context checkpoints.
 
-    `scaling` is the checkpoint's own table of numbers, kept as sorted pairs so that the config stays hashable.
+    Attributes:
+        scaling: the checkpoint's own table of numbers, kept as sorted pairs so that the config stays hashable.
+        dims: R, an even number: only the first R of a head's H numbers are rotated; None: all.
+        neighbors: in the checkpoint neighboring numbers form a pair, not those of the first and second half of R.
+        short_factors, long_factors: longrope's divisors of each frequency, for texts within the original context and
+            for longer ones.
+        length: of the longest text that is served, where the frequencies depend on it; else 0.
     """
 
     theta: float = 10000.0
     kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
+    dims: int | None = None
+    neighbors: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,8 @@ class AttentionSpec:
     Attributes:
         rope: rotary rule; None: queries and keys are not rotated.
         bias, output_bias: of the products before and after attention.
-        qk_norm: norm of each head's queries and keys before they are rotated.
+        qk_norm: norm of queries and keys before they are rotated: see `QKNorm`.
+        query_growth: (b, n): queries are multiplied by 1 + b * ln(1 + floor(position / n)).
         scale, window, softcap: see `AttentionRule`; scale None is H ** -0.5.
         alibi: a bias that grows with distance (Press et al., 2022).
         sinks: a learned logit per head that takes weight and gives no value (gpt-oss).
@@ -61,6 +75,8 @@ class AttentionSpec:
     bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None
+    qk_norm_over: QKNorm = "head"
+    query_growth: tuple[float, float] | None = None
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
@@ -150,6 +166,13 @@ class ModelConfig:
         for layer in self.layers:
             seen[layer] = min(seen.get(layer, 0) + 1, count)
         return replace(self, layers=tuple(layer for layer, times in seen.items() for _ in range(times)))
+
+    def for_length(self, length: int) -> "ModelConfig":
+        """The model as it serves texts of up to `length` tokens; some rotary rules depend on that."""
+        def served(spec: MixerSpec) -> MixerSpec:
+            return replace(spec, rope=replace(spec.rope, length=length)) if spec.rope and spec.rope.length else spec
+
+        return replace(self, layers=tuple(replace(layer, mixer=served(layer.mixer)) for layer in self.layers))
 
     def part(self, devices: int, kv_devices: int) -> "ModelConfig":
         """The attention that each of `devices` devices computes; the KV heads are divided over `kv_devices` of them."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec
+from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
 from jaxpaged.models.config_checks import check_quantization, check_unread
 from jaxpaged.models.rope_tables import context_length, rope_config
 
@@ -15,7 +15,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gel
 
 _MAX_LAYERS = 10_000
 # Where null has a meaning of its own; elsewhere it is the same as an absent key.
-_NULLABLE = ("eos_token_id", "head_dim", "num_key_value_heads", "sliding_window")
+_NULLABLE = ("eos_token_id", "head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping",
+             "final_logit_softcapping")
 
 
 def with_defaults(hf: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -29,13 +30,17 @@ def with_defaults(hf: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
 
 def common_config(
     hf: dict[str, Any], *, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None,
-    windows: Sequence[int | None] = (), reads: Collection[str] = (), **changes: Any,
+    layer: dict[str, Any] | None = None, rope: dict[str, Any] | None = None, norm: NormSpec | None = None,
+    windows: Sequence[int | None] = (), unrotated: Collection[int] = (), reads: Collection[str] = (), **changes: Any,
 ) -> ModelConfig:
     """ModelConfig from the usual keys: equal Llama layers, but for what the family changes.
 
     Args:
         hf: config.json, see `with_defaults`.
-        attention, mlp: fields of `AttentionSpec` and `MLPSpec` that differ from Llama's.
+        attention, mlp, layer, rope: fields of `AttentionSpec`, `MLPSpec`, `LayerSpec` and `RopeConfig` that differ from
+            Llama's.
+        norm: of all layers, and before the head; by default Llama's.
+        unrotated: numbers of the layers whose queries and keys are not rotated.
         reads: keys of `config_checks.NEUTRAL` that the family reads itself.
         windows: the sliding window of each layer; empty: no layer has one.
         changes: fields of ModelConfig.
@@ -47,30 +52,36 @@ def common_config(
     """
     check_quantization(hf)
     check_unread(hf, reads)
-    heads, model_dim = _size(hf, "num_attention_heads"), _size(hf, "hidden_size")
-    kv_heads = _size(hf, "num_key_value_heads", heads)
-    head_dim = _size(hf, "head_dim", model_dim // heads)
+    heads, model_dim = size(hf, "num_attention_heads"), size(hf, "hidden_size")
+    kv_heads = size(hf, "num_key_value_heads", heads)
+    head_dim = size(hf, "head_dim", model_dim // heads)
     if heads % kv_heads:
         raise CheckpointError(f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
                               f"({kv_heads})")
     if head_dim % 2:
         raise CheckpointError(f"config.json: head_dim ({head_dim}) must be even")
-    bias = _flag(hf, "attention_bias")
+    bias = flag(hf, "attention_bias")
     mixer = AttentionSpec(heads, kv_heads, head_dim, None, bias, bias)
     mixer = replace(mixer, **attention or {})
-    dense = replace(MLPSpec(_size(hf, "intermediate_size"), _activation(hf), bias=_flag(hf, "mlp_bias")),
+    dense = replace(MLPSpec(size(hf, "intermediate_size"), activation(hf, "hidden_act"), bias=flag(hf, "mlp_bias")),
                     **mlp or {})
-    norm = norm_spec(hf)
-    layers = tuple(LayerSpec(replace(mixer, window=window, rope=rope_config(hf, kind)), dense, norm)
-                   for kind, window in _layers(hf, windows))
+    norm = norm or norm_spec(hf)
+    partial = "partial_rotary_factor" in reads
+
+    def rotary(index: int, kind: str) -> RopeConfig | None:
+        found = None if index in unrotated else rope_config(hf, kind, head_dim if partial else None)
+        return replace(found, **rope or {}) if found else None
+
+    layers = tuple(LayerSpec(replace(mixer, window=window, rope=rotary(index, kind)), dense, norm, **layer or {})
+                   for index, (kind, window) in enumerate(_layers(hf, windows)))
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],
         "model_dim": model_dim,
-        "vocab_size": _size(hf, "vocab_size"),
+        "vocab_size": size(hf, "vocab_size"),
         "max_model_len": _context(hf),
         "layers": layers,
         "norm": norm,
-        "tie_embeddings": _flag(hf, "tie_word_embeddings"),
+        "tie_embeddings": flag(hf, "tie_word_embeddings"),
         "eos_token_ids": eos_ids(hf, "config.json"),
         "checkpoint_dtype": named_dtype(hf) or "float32",
     }
@@ -83,15 +94,36 @@ def named_dtype(hf: dict[str, Any]) -> str | None:
     return None if found in (None, "auto") else str(found).removeprefix("torch.")
 
 
-def norm_spec(hf: dict[str, Any]) -> NormSpec:
-    """Llama's norm, with the eps of the checkpoint."""
-    return NormSpec(_number(hf, "rms_norm_eps", 1e-6))
+def norm_spec(hf: dict[str, Any], key: str = "rms_norm_eps", **fields: Any) -> NormSpec:
+    """Llama's norm with the eps of the checkpoint, under `key`, and other fields of `NormSpec`."""
+    return NormSpec(number(hf, key, 1e-6), **fields)
 
 
-def _activation(hf: dict[str, Any]) -> str:
-    name = hf.get("hidden_act", "silu")
+def softcap(hf: dict[str, Any], key: str) -> float | None:
+    """A bound c on c * tanh(x / c); null: none."""
+    return None if hf.get(key) is None else number(hf, key, 1.0)
+
+
+def pattern_length(hf: dict[str, Any], default: int) -> int:
+    """Of so many layers one has no window."""
+    return size(hf, "sliding_window_pattern", default)
+
+
+def layer_types(hf: dict[str, Any], every: int) -> list[str]:
+    """The type of each layer; where config.json does not say, every so many-th has no window."""
+    return hf.get("layer_types") or ["sliding_attention" if (layer + 1) % every else "full_attention"
+                                     for layer in range(_num_layers(hf))]
+
+
+def activation(hf: dict[str, Any], key: str) -> str:
+    """Our name of the activation that config.json names under `key`.
+
+    Raises:
+        UnsupportedModelError: there is no such activation.
+    """
+    name = hf.get(key, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise UnsupportedModelError(f"config.json: hidden_act {name!r} is not supported; supported are "
+        raise UnsupportedModelError(f"config.json: {key} {name!r} is not supported; supported are "
                                     f"{', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -118,14 +150,14 @@ def layer_windows(hf: dict[str, Any], first: int = 0) -> tuple[int | None, ...]:
     Raises:
         UnsupportedModelError: a layer of another type.
     """
-    if hf.get("sliding_window") is None or _size(hf, "sliding_window") >= _context(hf):
+    if hf.get("sliding_window") is None or size(hf, "sliding_window") >= _context(hf):
         return ()  # no token ever leaves it
     layers = _num_layers(hf)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
     types = hf.get("layer_types") or ["sliding_attention" if layer >= first else "full_attention"
                                       for layer in range(layers)]
-    windows = {"full_attention": None, "sliding_attention": _size(hf, "sliding_window")}
+    windows = {"full_attention": None, "sliding_attention": size(hf, "sliding_window")}
     if not isinstance(types, list) or len(types) != layers or not all(item in windows for item in types):
         raise UnsupportedModelError(f"config.json: layer_types must be a list of {layers}, each one of "
                                     f"{', '.join(windows)}; others are not supported")
@@ -142,31 +174,46 @@ def _layers(hf: dict[str, Any], windows: Sequence[int | None]) -> list[tuple[str
 
 
 def _num_layers(hf: dict[str, Any]) -> int:
-    count = _size(hf, "num_hidden_layers")
+    count = size(hf, "num_hidden_layers")
     if count > _MAX_LAYERS:
         raise CheckpointError(f"config.json: num_hidden_layers is {count}; at most {_MAX_LAYERS} are supported")
     return count
 
 
 def _context(hf: dict[str, Any]) -> int:
-    return context_length(hf, _size(hf, "max_position_embeddings"))
+    return context_length(hf, size(hf, "max_position_embeddings"))
 
 
-def _flag(hf: dict[str, Any], name: str) -> bool:
+def flag(hf: dict[str, Any], name: str) -> bool:
+    """Whether config.json sets a flag.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     value = hf.get(name)
     if value not in (None, True, False):
         raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
     return bool(value)
 
 
-def _number(hf: dict[str, Any], name: str, default: float) -> float:
+def number(hf: dict[str, Any], name: str, default: float) -> float:
+    """A positive number of config.json.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     value = default if hf.get(name) is None else hf[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
         raise CheckpointError(f"config.json: {name} must be a positive number, not {value!r}")
     return float(value)
 
 
-def _size(hf: dict[str, Any], name: str, default: int | None = None) -> int:
+def size(hf: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer of config.json.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     value = hf.get(name)
     if value is None:
         value = default

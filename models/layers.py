@@ -52,27 +52,37 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """A root mean square norm (Zhang and Sennrich, 2019) or, with a mean, a layer norm, in float32; see `NormSpec`."""
+    """A root mean square norm (Zhang and Sennrich, 2019) or, with a mean, a layer norm, in float32; see `NormSpec`.
 
-    def __init__(self, size: int, spec: NormSpec, *, dtype: jnp.dtype) -> None:
+    It is over the last axis, of which the mesh axes `mean_over` have equal parts.
+    """
+
+    def __init__(
+        self, size: int | tuple[int, ...], spec: NormSpec, *, dtype: jnp.dtype, mean_over: MeshAxes = None
+    ) -> None:
         self.scale = nnx.Param(jnp.zeros(size, dtype) if spec.plus_one else jnp.ones(size, dtype))
         self.bias = nnx.Param(jnp.zeros(size, dtype)) if spec.bias else None
         self.spec = spec
+        self.mean_over = mean_over
         self.native = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
         spec, scale = self.spec, self.scale[...].astype(jnp.float32)
         if spec.plus_one:
             scale = 1 + scale
-        if self.native and not (spec.mean or spec.bias):
+        if self.native and scale.ndim == 1 and not (spec.mean or spec.bias or self.mean_over):
             return native_linear.rms_norm(x, scale, spec.eps)
         wide = x.astype(jnp.float32)
         if spec.mean:
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + spec.eps) * scale
+            wide = wide - self._mean(wide)
+        wide = wide * jax.lax.rsqrt(self._mean(wide * wide) + spec.eps) * scale
         if self.bias is not None:
             wide = wide + self.bias[...].astype(jnp.float32)
         return wide.astype(x.dtype)
+
+    def _mean(self, x: jax.Array) -> jax.Array:
+        mean = jnp.mean(x, axis=-1, keepdims=True)
+        return jax.lax.pmean(mean, self.mean_over) if self.mean_over else mean
 
 
 class Embedding(nnx.Module):

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import common_config, with_defaults
-from jaxpaged.models.weight_rules import WeightRule, as_is, transposed
+from jaxpaged.models.weight_rules import WeightRule, as_is, rotated, transposed
 
 # What an absent key means, as in transformers' LlamaConfig.
 DEFAULTS: dict[str, Any] = {
@@ -18,11 +18,11 @@ IGNORED = ("*.rotary_emb.inv_freq", "*.self_attn.rotary_emb.cos_cached", "*.self
 WEIGHTS = (
     WeightRule("model.embed_tokens.weight", "embed.table", as_is, ("vocab", None)),
     WeightRule("model.layers.{i}.input_layernorm.weight", "layers.{i}.attn_norm.scale", as_is),
-    WeightRule(("model.layers.{i}.self_attn.q_proj.weight", "model.layers.{i}.self_attn.k_proj.weight",
-                "model.layers.{i}.self_attn.v_proj.weight"),
+    WeightRule((rotated("model.layers.{i}.self_attn.q_proj.weight"),
+                rotated("model.layers.{i}.self_attn.k_proj.weight"), "model.layers.{i}.self_attn.v_proj.weight"),
                "layers.{i}.attn.qkv.kernel", transposed, (None, ("heads", "kv_heads", "kv_heads"))),
     WeightRule("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.attn.o.kernel", transposed, ("heads", None)),
-    WeightRule(("model.layers.{i}.self_attn.q_proj.bias", "model.layers.{i}.self_attn.k_proj.bias",
+    WeightRule((rotated("model.layers.{i}.self_attn.q_proj.bias"), rotated("model.layers.{i}.self_attn.k_proj.bias"),
                 "model.layers.{i}.self_attn.v_proj.bias"),
                "layers.{i}.attn.qkv.bias", as_is, (("heads", "kv_heads", "kv_heads"),)),
     WeightRule("model.layers.{i}.self_attn.o_proj.bias", "layers.{i}.attn.o.bias", as_is),

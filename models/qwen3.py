@@ -5,17 +5,17 @@ from typing import Any
 from jaxpaged.models import llama, qwen2
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import common_config, norm_spec, with_defaults
-from jaxpaged.models.weight_rules import WeightRule, as_is
+from jaxpaged.models.weight_rules import WeightRule, as_is, rotated
 
 DEFAULTS: dict[str, Any] = qwen2.DEFAULTS | {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "attention_bias": False,
 }
 IGNORED = llama.IGNORED
-WEIGHTS = (
-    *llama.WEIGHTS,
-    WeightRule("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attn.q_norm.scale", as_is),
-    WeightRule("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attn.k_norm.scale", as_is),
+HEAD_NORMS = (
+    WeightRule(rotated("model.layers.{i}.self_attn.q_norm.weight"), "layers.{i}.attn.q_norm.scale", as_is),
+    WeightRule(rotated("model.layers.{i}.self_attn.k_norm.weight"), "layers.{i}.attn.k_norm.scale", as_is),
 )
+WEIGHTS = (*llama.WEIGHTS, *HEAD_NORMS)
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -9,7 +10,28 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models import llama, mistral, qwen2, qwen3
+from jaxpaged.models import (
+    cohere,
+    cohere2,
+    exaone4,
+    gemma,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    granite,
+    llama,
+    ministral,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+)
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MeshAxes
 from jaxpaged.models.transformer import Transformer
@@ -63,6 +85,12 @@ class _OneKey(nnx.Rngs):
 
 _TINY = "logits and greedy ids of tiny checkpoints, against transformers in float32"
 
+
+def _family(models: str, module: ModuleType, windows: str = "", sizes: str = "tiny ones") -> ModelFamily:
+    return ModelFamily(models, sizes, _TINY, module.DEFAULTS, module.config_from_hf, module.WEIGHTS, module.IGNORED,
+                       windows)
+
+
 _LLAMA = ModelFamily(
     "Llama 2 and 3, SmolLM2", "135M with its real weights; 8B and 70B planned, and their layers compiled for GPUs",
     f"{_TINY}; SmolLM2-135M's ids on whole workloads", llama.DEFAULTS, llama.config_from_hf, llama.WEIGHTS,
@@ -82,6 +110,22 @@ FAMILIES = {
     "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
+    "GemmaForCausalLM": _family("Gemma, CodeGemma", gemma),
+    "Gemma2ForCausalLM": _family("Gemma 2", gemma2, "every other layer"),
+    "Gemma3ForCausalLM": _family("Gemma 3, the text part of multimodal ones included", gemma3, "five of six layers"),
+    "Phi3ForCausalLM": _family("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", phi3, "every layer"),
+    "GlmForCausalLM": _family("GLM-4", glm),
+    "Glm4ForCausalLM": _family("GLM-4-0414, GLM-Z1", glm4),
+    "GraniteForCausalLM": _family("Granite 3, dense", granite),
+    "CohereForCausalLM": _family("Command R, Aya", cohere),
+    "Cohere2ForCausalLM": _family("Command A, Command R7B", cohere2, "three of four layers"),
+    "Olmo2ForCausalLM": _family("OLMo 2", olmo2),
+    "Olmo3ForCausalLM": _family("OLMo 3", olmo3, "three of four layers"),
+    "SmolLM3ForCausalLM": _family("SmolLM3", smollm3, "layers that are not rotated"),
+    "Exaone4ForCausalLM": _family("EXAONE 4", exaone4, "three of four layers"),
+    "SeedOssForCausalLM": _family("Seed-OSS", seed_oss),
+    "MinistralForCausalLM": _family("Ministral 8B", ministral, "those that layer_types names"),
+    "Ministral3ForCausalLM": _family("Ministral 3, its text part", ministral3, "every layer"),
 }
 
 

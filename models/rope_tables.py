@@ -5,6 +5,7 @@ table may also be nested: one for each type of layer.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
@@ -16,13 +17,17 @@ _NUMBERS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "longrope": ("original_max_position_embeddings", "attention_factor"),
 }
+_FACTORS = "short_factor", "long_factor"
 _MAX_NUMBER = 1e30  # JSON's integers have no end
 _KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "finetuned",
-          *(name for names in _NUMBERS.values() for name in names)}
+          *_FACTORS, *(name for names in _NUMBERS.values() for name in names)}
 
 
-def rope_config(hf: dict[str, Any], layer_type: str = "full_attention") -> RopeConfig | None:
+def rope_config(
+    hf: dict[str, Any], layer_type: str = "full_attention", partial_of: int | None = None
+) -> RopeConfig | None:
     """The rotary rule of the layers of one type; None: these are not rotated.
 
     As in transformers `rope_scaling` wins over `rope_parameters`, and what a table leaves out is next to it.
@@ -30,6 +35,7 @@ def rope_config(hf: dict[str, Any], layer_type: str = "full_attention") -> RopeC
     Args:
         hf: config.json, with the family's defaults.
         layer_type: which of several nested tables.
+        partial_of: H, where the family can rotate a part of each head.
 
     Raises:
         CheckpointError: a table is damaged, or the two contradict each other.
@@ -45,12 +51,62 @@ def rope_config(hf: dict[str, Any], layer_type: str = "full_attention") -> RopeC
     unknown = sorted(table.keys() - _KNOWN)
     if unknown:
         raise UnsupportedModelError(f"config.json: the rotary table has {unknown[0]}, which is not supported")
-    if table.get("partial_rotary_factor") not in (None, 1):
+    dims = None
+    if partial_of is not None:
+        dims = _rotated(hf, table, partial_of)
+    elif table.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedModelError(f"config.json: partial_rotary_factor {table['partial_rotary_factor']} is not "
                                     "supported")
     numbers = _with_defaults(hf, table, kind)
-    return RopeConfig(_positive(numbers, "rope_theta"), kind, tuple((name, _number(numbers, name))
-                                                                   for name in _NUMBERS[kind]))
+    found = RopeConfig(_positive(numbers, "rope_theta"), kind,
+                       tuple((name, _number(numbers, name)) for name in _NUMBERS[kind]), dims)
+    if kind != "longrope":
+        return found
+    short, long = (_factors(table, name, dims or partial_of) for name in _FACTORS)
+    return replace(found, short_factors=short, long_factors=long, length=int(_positive(hf, "max_position_embeddings")))
+
+
+def _rotated(hf: dict[str, Any], table: dict[str, Any], head_dim: int) -> int | None:
+    """How many of a head's numbers are rotated; None: all."""
+    share = next((item["partial_rotary_factor"] for item in (table, hf)
+                  if item.get("partial_rotary_factor") is not None), 1)
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor must be a number from 0 to 1, not {share!r:.64}")
+    dims = int(head_dim * share)
+    if dims < 2 or dims % 2:
+        raise CheckpointError(f"config.json: partial_rotary_factor {share} rotates {dims} numbers of each head, which "
+                              "must be an even number")
+    return None if dims == head_dim else dims
+
+
+def _factors(table: dict[str, Any], name: str, dims: int | None) -> tuple[float, ...]:
+    """longrope's divisors, one for each frequency."""
+    found = table.get(name)
+    if not isinstance(found, list) or (dims is not None and len(found) != dims // 2):
+        count = "" if dims is None else f" of {dims // 2}"
+        raise CheckpointError(f"config.json: {name} of the rotary scaling must be a list{count} numbers")
+    return tuple(_positive({name: item}, name) for item in found)
+
+
+def by_layer_type(hf: dict[str, Any], local_theta: Any) -> dict[str, Any]:
+    """With a table for layers that have a window, and one for the others: what config.json says is for these alone.
+
+    Args:
+        local_theta: the base frequency of layers with a window, which are not scaled.
+    """
+    scaling, parameters = (_object(hf, key) for key in ("rope_scaling", "rope_parameters"))
+    nested = scaling if _nested(scaling) else parameters if _nested(parameters) else {}
+    flat = {} if _nested(scaling) else scaling or ({} if nested else parameters)
+    full, local = (nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    if isinstance(full, dict) and isinstance(local, dict):
+        full, local = full | flat, {"rope_theta": local_theta} | local
+    return hf | {"rope_scaling": None, "rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
+def renamed_kinds(hf: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """With other names for kinds of scaling."""
+    tables = {key: _object(hf, key) for key in ("rope_scaling", "rope_parameters") if hf.get(key)}
+    return hf | {key: table | {"rope_type": names.get(_kind(table), _kind(table))} for key, table in tables.items()}
 
 
 def context_length(hf: dict[str, Any], given: int) -> int:
@@ -119,20 +175,26 @@ def _with_defaults(hf: dict[str, Any], table: dict[str, Any], kind: str) -> dict
     given = {name: value for name, value in table.items() if value is not None}
     if "rope_theta" not in given:
         given["rope_theta"] = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
-    if kind not in ("llama3", "yarn"):
+    if kind not in ("llama3", "yarn", "longrope"):
         return given
     # Outside the table it comes first (Phi-3).
     outside = hf.get("original_max_position_embeddings")
     original = given.get("original_max_position_embeddings") if outside is None else outside
     given["original_max_position_embeddings"] = hf.get("max_position_embeddings") if original is None else original
-    return given if kind == "llama3" else _yarn_numbers(hf, given)
-
-
-def _yarn_numbers(hf: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What follows from the others (Peng et al., 2023)."""
+    if kind == "llama3":
+        return given
     if "factor" not in given:
         given["factor"] = _positive(hf, "max_position_embeddings") / _positive(given,
                                                                                "original_max_position_embeddings")
+    if kind == "longrope":  # Ding et al., 2024
+        factor, context = _positive(given, "factor"), _positive(given, "original_max_position_embeddings")
+        stretched = min(factor, context) > 1
+        return {"attention_factor": math.sqrt(1 + math.log(factor) / math.log(context)) if stretched else 1.0, **given}
+    return _yarn_numbers(given)
+
+
+def _yarn_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    """What follows from the others (Peng et al., 2023)."""
     factor = _positive(given, "factor")
 
     def magnitude(scale: float) -> float:

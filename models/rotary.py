@@ -16,7 +16,8 @@ def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple
 
     Angles come from integer positions in float32 whatever the weights' dtype: half precision cannot count to 2,049.
     """
-    frequency = rope.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    dims = rope.dims or head_dim
+    frequency = rope.theta ** (-jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
     scaling = dict(rope.scaling)
     if rope.kind == "linear":
         frequency = frequency / scaling["factor"]
@@ -24,9 +25,28 @@ def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple
         frequency = _llama3_frequency(frequency, scaling)
     elif rope.kind == "yarn":
         frequency = _yarn_frequency(frequency, rope.theta, scaling)
+    elif rope.kind == "longrope":
+        is_long = rope.length > scaling["original_max_position_embeddings"]
+        frequency = frequency / jnp.asarray(rope.long_factors if is_long else rope.short_factors, jnp.float32)
     angle = position.astype(jnp.float32)[:, None] * frequency[None, :]
     magnitude = scaling.get("attention_factor", 1.0)
-    return jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+    still = ((0, 0), (0, (head_dim - dims) // 2))  # pairs that nothing turns
+    return (jnp.pad(jnp.cos(angle) * magnitude, still, constant_values=1), jnp.pad(jnp.sin(angle) * magnitude, still))
+
+
+def head_order(head_dim: int, rope: RopeConfig | None) -> tuple[int, ...] | None:
+    """Where each of a head's H numbers lies in the checkpoint; None: in the same place.
+
+    Here the two numbers of a pair lie H / 2 apart, and those that are not rotated come after the others in each half.
+    Scores are the same in any order that queries and keys share.
+    """
+    if rope is None or not (rope.neighbors or (rope.dims or head_dim) < head_dim):
+        return None
+    dims = rope.dims or head_dim
+    still = tuple(range(dims, head_dim))
+    first, second = (range(0, dims, 2), range(1, dims, 2)) if rope.neighbors else (
+        range(dims // 2), range(dims // 2, dims))
+    return (*first, *still[: len(still) // 2], *second, *still[len(still) // 2 :])
 
 
 def _llama3_frequency(frequency: jax.Array, scaling: dict[str, float]) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.quantization import WEIGHTS
+from jaxpaged.models.rotary import head_order
 
 Transform = Callable[[np.ndarray], np.ndarray]
 # Names of a parameter's axes that devices may share out; None, or left out: whole. Several names: a fused axis, along
@@ -31,11 +32,20 @@ AXIS_SIZES: dict[str, Callable[[ModelConfig, int], int]] = {
 class TensorSlice:
     """A part of a tensor, the only one that is read.
 
-    `bounds` of a config and a layer says from where to where on each axis of the tensor; axes left out are whole.
+    Attributes:
+        bounds: of a config and a layer, from where to where on each axis of the tensor; axes left out are whole.
+        heads_axis: the axis with the numbers of heads of queries or keys. Their rotary pairs may lie otherwise in the
+            checkpoint than here: see `head_order`.
     """
 
     tensor: str
     bounds: Bounds
+    heads_axis: int | None = None
+
+    def order(self, config: ModelConfig, layer: int) -> tuple[int, ...] | None:
+        """Where each number of a head lies in the checkpoint; None: in the same place."""
+        spec = config.attention[layer]
+        return None if self.heads_axis is None else head_order(spec.head_dim, spec.rope)
 
 
 Source = str | TensorSlice
@@ -107,6 +117,37 @@ def numbered(template: str, layer: int, expert: int = 0) -> str:
 def whole(config: ModelConfig, layer: int) -> tuple[slice, ...]:
     """All of a tensor."""
     return ()
+
+
+def fused_part(tensor: str, names: tuple[str, ...], index: int, heads_axis: int | None = None) -> TensorSlice:
+    """One of the parts, of these logical axes' sizes, that a tensor has one after the other along its first axis."""
+    def bounds(config: ModelConfig, layer: int) -> tuple[slice, ...]:
+        sizes = [AXIS_SIZES[name](config, layer) for name in names]
+        return (slice(sum(sizes[:index]), sum(sizes[: index + 1])),)
+
+    return TensorSlice(tensor, bounds, heads_axis)
+
+
+def fused_qkv(tensor: str) -> tuple[TensorSlice, ...]:
+    """Queries, keys and values of a tensor that has them one after the other."""
+    names = "heads", "kv_heads", "kv_heads"
+    return tuple(fused_part(tensor, names, index, None if index == 2 else 0) for index in range(3))
+
+
+def with_rules(rules: Sequence[WeightRule], *more: WeightRule) -> tuple[WeightRule, ...]:
+    """A table in which `more` take the place of rules of the same path."""
+    return tuple({rule.path: rule for rule in (*rules, *more)}.values())
+
+
+def norms(**tensors: str) -> tuple[WeightRule, ...]:
+    """Rules for norms of a layer, by what a layer's module calls them, and where the checkpoint has them."""
+    return tuple(WeightRule(f"model.layers.{{i}}.{tensor}.weight", f"layers.{{i}}.{name}.scale", as_is)
+                 for name, tensor in tensors.items())
+
+
+def rotated(tensor: str, heads_axis: int = 0) -> TensorSlice:
+    """All of a tensor of queries or keys: see `TensorSlice.heads_axis`."""
+    return TensorSlice(tensor, whole, heads_axis)
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:

@@ -201,6 +201,8 @@ def model_of(
     hf = merge_overrides(hf, config.hf_overrides or {})
     family = find_family(hf)
     model = family.config_from_hf(hf)
+    if config.max_model_len:
+        model = model.for_length(config.max_model_len)
     dtype = model_dtype(config.dtype, model, platform)
     quant = kept_as_stored(products(_rules(checkpoint, family), model),
                            checkpoint.stored_type if checkpoint else lambda name: model.checkpoint_dtype)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
@@ -37,6 +37,7 @@ class _Source:
         bounds: of the slice.
         order: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
         filled: the part of the parameter (of one expert's, where they are stacked) that it becomes.
+        heads_axis, head_order: the axis of the tensor with heads whose numbers lie in this order there, if in another.
     """
 
     tensor: str
@@ -44,6 +45,16 @@ class _Source:
     transform: Transform
     order: tuple[int, ...] | None
     filled: Part
+    heads_axis: int | None = None
+    head_order: tuple[int, ...] | None = None
+
+    def ordered(self, tensor: np.ndarray) -> np.ndarray:
+        """Whole heads of the tensor with their numbers in the parameter's order."""
+        if self.heads_axis is None or self.head_order is None:
+            return tensor
+        before, after = tensor.shape[: self.heads_axis], tensor.shape[self.heads_axis + 1 :]
+        heads = tensor.reshape(*before, -1, len(self.head_order), *after)
+        return heads.take(self.head_order, self.heads_axis + 1).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,8 @@ def _match(
                 try:
                     source = _source(checkpoint, names, name, item.bounds(config, layer), rule.transform,
                                      filled[is_stack:], dotted, shape)
+                    if order := item.order(config, layer):
+                        source = replace(source, heads_axis=item.heads_axis, head_order=order)
                 except CheckpointError as error:
                     problems.append(str(error))
                     continue
@@ -317,12 +330,16 @@ def _read_stored(checkpoint: Checkpoint, sources: Sequence[_Source], part: Part,
         to: tuple[Any, ...] = tuple(_shifted(item, -base.start) for item, base in zip(shared, part, strict=True))
         taken = tuple(_shifted(item, -base.start) for item, base in zip(shared, source.filled, strict=True))
         if source.order is None:
-            out[(*to, ...)] = source.transform(checkpoint.read_tensor(source.tensor, part=source.bounds))[taken]
+            whole = source.ordered(checkpoint.read_tensor(source.tensor, part=source.bounds))
+            out[(*to, ...)] = source.transform(whole)[taken]
         else:
             back = sorted(range(len(source.order)), key=source.order.__getitem__)
+            view = out[(*to, ...)].transpose(back)
             checkpoint.read_tensor(
-                source.tensor, out[(*to, ...)].transpose(back),
+                source.tensor, view,
                 tuple(_shifted(taken[axis], base.start) for axis, base in zip(back, source.bounds, strict=True)))
+            if source.head_order is not None:  # shards hold whole heads
+                view[...] = source.ordered(view)
 
 
 def _overlap(one: slice, other: slice) -> slice:

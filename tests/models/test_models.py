@@ -1,7 +1,8 @@
 """Logits and greedy ids of small random checkpoints equal those of transformers in float32."""
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,14 @@ from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prom
 
 COMMON = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 256,
-          "rms_norm_eps": 1e-5}
+          "pad_token_id": None, "rms_norm_eps": 1e-5}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+WINDOW_FIRST = ["sliding_attention", "full_attention"]
+# One number for each of the 12 pairs that phi4-mini's heads rotate.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1 + index / 16 for index in range(12)],
+            "long_factor": [2.0 + index for index in range(12)], "original_max_position_embeddings": 64}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tied": {"tie_word_embeddings": True},
@@ -59,23 +64,53 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral without a window": {"model_type": "mistral", "sliding_window": None},
     "yarn added later": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "mistral within its window": {"model_type": "mistral", "sliding_window": 128},
+    "gemma": {"model_type": "gemma", "head_dim": 24, "hidden_act": "gelu"},
+    "gemma2": {"model_type": "gemma2", "head_dim": 24, "sliding_window": 21, "query_pre_attn_scalar": 10,
+               "attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 24, "sliding_window": 21, "query_pre_attn_scalar": 10,
+               "layer_types": WINDOW_FIRST, "rope_parameters": {
+                   "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                   "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+    "phi3": {"model_type": "phi3", "sliding_window": 40},
+    "phi4-mini": {"model_type": "phi3", "num_attention_heads": 2, "tie_word_embeddings": True,
+                  "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75,
+                  "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75}},
+    "glm": {"model_type": "glm", "head_dim": 24},
+    "glm4": {"model_type": "glm4", "head_dim": 24},
+    "granite": {"model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 0.7,
+                "residual_multiplier": 0.4, "attention_multiplier": 0.1, "tie_word_embeddings": True},
+    "cohere": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.2},
+    "cohere2": {"model_type": "cohere2", "layer_types": WINDOW_FIRST, "sliding_window": 21, "logit_scale": 0.2},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3", "layer_types": WINDOW_FIRST, "sliding_window": 21, "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "exaone4": {"model_type": "exaone4", "layer_types": WINDOW_FIRST, "sliding_window": 21},
+    "seed-oss": {"model_type": "seed_oss", "head_dim": 24},
+    "ministral": {"model_type": "ministral", "head_dim": 24, "layer_types": WINDOW_FIRST, "sliding_window": 21},
+    "ministral3": {"model_type": "ministral3", "head_dim": 24, "rope_parameters": YARN | {
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
 }
 
 # Written into config.json afterwards, as people do by hand.
 EDITS = {"yarn added later": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}}
 
 
+Checkpoints = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory per checkpoint, as transformers saves them, with a tokenizer beside it."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """The directory of a checkpoint, as transformers saves it, with a tokenizer beside it."""
     torch = pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    root = tmp_path_factory.mktemp("checkpoints")
-    for name, changes in CHECKPOINTS.items():
-        folder = write_model(root / name)
+    @functools.cache
+    def written(name: str) -> Path:
+        folder = write_model(tmp_path_factory.mktemp("checkpoint") / "model")
         torch.manual_seed(len(name))
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**({"model_type": "llama"} | COMMON | changes)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            **({"model_type": "llama"} | COMMON | CHECKPOINTS[name])))
         for key, parameter in model.named_parameters():
             scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
             parameter.data = ("norm" in key) + scale * torch.randn_like(parameter)
@@ -83,15 +118,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name in EDITS:
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | EDITS[name]))
-    return root
+        return folder
+
+    return written
 
 
 def load(folder: Path, dtype: Any = jnp.float32) -> tuple[nnx.GraphDef[Transformer], dict[Any, Any], Any]:
-    checkpoint = open_checkpoint(folder)
-    family = find_family(checkpoint.config)
-    config = family.config_from_hf(checkpoint.config)
+    opened = open_checkpoint(folder)
+    family = find_family(opened.config)
+    config = family.config_from_hf(opened.config)
     graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, dtype)))
-    params = load_params(nnx.to_pure_dict(state), family.weights, checkpoint, config=config, ignored=family.ignored,
+    params = load_params(nnx.to_pure_dict(state), family.weights, opened, config=config, ignored=family.ignored,
                          dtype=dtype)
     return graph, params, config
 
@@ -116,17 +153,17 @@ def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_logits(checkpoints: Path, name: str) -> None:
+def test_logits(checkpoint: Checkpoints, name: str) -> None:
     import torch
 
     from tests.support.reference_model import ReferenceModel
 
     tokens = random_prompt(100, 1)
-    model = ReferenceModel(checkpoints / name).model
+    model = ReferenceModel(checkpoint(name)).model
     with torch.inference_mode():
         wanted = model(torch.tensor([tokens])).logits[0].numpy()
     assert wanted.std() > 0.5, "logits that differ too little to mean anything"
-    np.testing.assert_allclose(prefill_logits(checkpoints / name, tokens), wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
+    np.testing.assert_allclose(prefill_logits(checkpoint(name), tokens), wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "engine_args"), [
@@ -134,14 +171,14 @@ def test_logits(checkpoints: Path, name: str) -> None:
     ("mistral", {"max_num_batched_tokens": 7, "cpu_attention": "xla"}), ("qwen2 windows", {}),
     ("qwen2 windows", {"cpu_attention": "xla"}),
     ("qwen3", {"max_num_batched_tokens": 7})])
-def test_greedy_ids(checkpoints: Path, name: str, engine_args: dict[str, Any]) -> None:
+def test_greedy_ids(checkpoint: Checkpoints, name: str, engine_args: dict[str, Any]) -> None:
     """Through the whole engine: prompts in chunks, several at once, mixed with decoding."""
     from tests.support.reference_model import ReferenceModel
 
-    model = ReferenceModel(checkpoints / name)
+    model = ReferenceModel(checkpoint(name))
     prompts = [random_prompt(length, length) for length in (1, 15, 16, 17, 40, 90)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with LLM(model=str(checkpoints / name), **ENGINE_ARGS | engine_args) as llm:
+    with LLM(model=str(checkpoint(name)), **ENGINE_ARGS | engine_args) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     decided = 0
     for prompt, output in zip(prompts, outputs, strict=True):
