@@ -5,7 +5,14 @@ from typing import Any
 from jaxpaged.models import cohere, llama
 from jaxpaged.models.cohere import parallel
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import common_config, layer_types, layer_windows, pattern_length, with_defaults
+from jaxpaged.models.hf_config import (
+    all_but_every,
+    common_config,
+    layer_types,
+    layer_windows,
+    pattern_length,
+    with_defaults,
+)
 
 DEFAULTS: dict[str, Any] = {key: value for key, value in cohere.DEFAULTS.items() if key != "use_qk_norm"} | {
     "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "rope_theta": 10000.0, "sliding_window": 4096,
@@ -18,7 +25,7 @@ WEIGHTS = llama.WEIGHTS
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Cohere 2 checkpoint."""
     hf = with_defaults(hf, DEFAULTS)
-    hf |= {"layer_types": layer_types(hf, pattern_length(hf, 4))}
+    hf |= {"layer_types": layer_types(hf, all_but_every(pattern_length(hf, 4)))}
     return common_config(hf, windows=layer_windows(hf), unrotated=full_layers(hf),
                          reads=("sliding_window", "layer_types", "logit_scale"), **parallel(hf))
 

@@ -6,6 +6,7 @@ from jaxpaged.models import llama, qwen3
 from jaxpaged.models.cohere2 import full_layers
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import (
+    all_but_every,
     common_config,
     layer_types,
     layer_windows,
@@ -31,6 +32,6 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of an EXAONE 4 checkpoint."""
     hf = with_defaults(hf, DEFAULTS)
     every = 1 if hf["sliding_window"] is None or hf["layer_types"] else pattern_length(hf, 4)
-    hf |= {"layer_types": layer_types(hf, every)}
+    hf |= {"layer_types": layer_types(hf, all_but_every(every))}
     return common_config(hf, attention={"qk_norm": norm_spec(hf)}, mlp={"bias": False}, layer={"norms": "after"},
                          windows=layer_windows(hf), unrotated=full_layers(hf), reads=("sliding_window", "layer_types"))

@@ -5,7 +5,7 @@ from typing import Any
 from jaxpaged.core.errors import UnsupportedModelError
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import activation, common_config, norm_spec, with_defaults
+from jaxpaged.models.hf_config import activation, common_config, norm_spec, size, with_defaults
 
 DEFAULTS: dict[str, Any] = {
     "architectures": ["GemmaForCausalLM"], "model_type": "gemma", "vocab_size": 256000, "hidden_size": 3072,
@@ -30,4 +30,4 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
 
 def gemma_norms(hf: dict[str, Any]) -> dict[str, Any]:
     """What all generations of Gemma share: the norm, and the factor on embeddings."""
-    return {"norm": norm_spec(hf, plus_one=True), "embedding_scale": hf["hidden_size"] ** 0.5}
+    return {"norm": norm_spec(hf, plus_one=True), "embedding_scale": size(hf, "hidden_size") ** 0.5}

@@ -7,6 +7,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.gemma import gemma_norms
 from jaxpaged.models.hf_config import (
     activation,
+    all_but_every,
     common_config,
     layer_types,
     layer_windows,
@@ -33,7 +34,7 @@ WEIGHTS = with_rules(llama.WEIGHTS, *norms(
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Gemma 2 checkpoint."""
     hf = with_defaults(hf, DEFAULTS)
-    return gemma2_config(hf | {"layer_types": layer_types(hf, 2)})
+    return gemma2_config(hf | {"layer_types": layer_types(hf, all_but_every(2))})
 
 
 def gemma2_config(hf: dict[str, Any], reads: tuple[str, ...] = READS, **attention: Any) -> ModelConfig:

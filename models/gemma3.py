@@ -5,7 +5,7 @@ from typing import Any
 from jaxpaged.models import gemma2, llama, qwen3
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.gemma2 import gemma2_config
-from jaxpaged.models.hf_config import layer_types, norm_spec, pattern_length, with_defaults
+from jaxpaged.models.hf_config import all_but_every, layer_types, norm_spec, number, pattern_length, with_defaults
 from jaxpaged.models.rope_tables import by_layer_type
 from jaxpaged.models.weight_rules import with_rules
 
@@ -21,7 +21,6 @@ WEIGHTS = with_rules(gemma2.WEIGHTS, *qwen3.HEAD_NORMS)
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Gemma 3 checkpoint; of a multimodal one, its text model's."""
     hf = with_defaults(hf, DEFAULTS)
-    hf |= {"layer_types": layer_types(hf, pattern_length(hf, 6))}
-    local = 10000.0 if hf.get("rope_local_base_freq") is None else hf["rope_local_base_freq"]
-    return gemma2_config(by_layer_type(hf, local), (*gemma2.READS, "rope_local_base_freq"),
-                         qk_norm=norm_spec(hf, plus_one=True))
+    hf |= {"layer_types": layer_types(hf, all_but_every(pattern_length(hf, 6)))}
+    hf = by_layer_type(hf, number(hf, "rope_local_base_freq", 10000.0))
+    return gemma2_config(hf, (*gemma2.READS, "rope_local_base_freq"), qk_norm=norm_spec(hf, plus_one=True))

@@ -1,6 +1,6 @@
 """Read the fields that all families share from a checkpoint's config.json."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,12 +54,13 @@ def common_config(
     check_unread(hf, reads)
     heads, model_dim = size(hf, "num_attention_heads"), size(hf, "hidden_size")
     kv_heads = size(hf, "num_key_value_heads", heads)
-    head_dim = size(hf, "head_dim", model_dim // heads)
+    head_dim = model_dim // heads if hf.get("head_dim") is None else size(hf, "head_dim")
     if heads % kv_heads:
         raise CheckpointError(f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
                               f"({kv_heads})")
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim ({head_dim}) must be even")
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim ({head_dim}), which is hidden_size // num_attention_heads unless "
+                              "given, must be even")
     bias = flag(hf, "attention_bias")
     mixer = AttentionSpec(heads, kv_heads, head_dim, None, bias, bias)
     mixer = replace(mixer, **attention or {})
@@ -109,10 +110,23 @@ def pattern_length(hf: dict[str, Any], default: int) -> int:
     return size(hf, "sliding_window_pattern", default)
 
 
-def layer_types(hf: dict[str, Any], every: int) -> list[str]:
-    """The type of each layer; where config.json does not say, every so many-th has no window."""
-    return hf.get("layer_types") or ["sliding_attention" if (layer + 1) % every else "full_attention"
-                                     for layer in range(_num_layers(hf))]
+def layer_types(hf: dict[str, Any], windowed: Callable[[int], bool]) -> list[str]:
+    """The type of each layer; where config.json does not say, `windowed` says which layers have a window.
+
+    Raises:
+        CheckpointError: it is not a list of as many as there are layers.
+    """
+    count, found = _num_layers(hf), hf.get("layer_types")
+    if not found:
+        return ["sliding_attention" if windowed(layer) else "full_attention" for layer in range(count)]
+    if not isinstance(found, list) or len(found) != count:
+        raise CheckpointError(f"config.json: layer_types must be a list of {count}")
+    return found
+
+
+def all_but_every(count: int) -> Callable[[int], bool]:
+    """For `layer_types`: every `count`-th layer has no window."""
+    return lambda layer: (layer + 1) % count != 0
 
 
 def activation(hf: dict[str, Any], key: str) -> str:

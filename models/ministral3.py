@@ -5,7 +5,7 @@ from typing import Any
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.models import mistral
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import common_config, layer_windows, number, with_defaults
+from jaxpaged.models.hf_config import number, with_defaults
 
 DEFAULTS: dict[str, Any] = mistral.DEFAULTS | {
     "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "vocab_size": 131072,
@@ -23,11 +23,10 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     hf = with_defaults(hf, DEFAULTS)
     table = hf.get("rope_scaling") or hf.get("rope_parameters") or _ROPE
     if not isinstance(table, dict):
-        raise CheckpointError("config.json: rope_parameters must be an object")
+        raise CheckpointError("config.json: rope_scaling and rope_parameters must be objects")
     growth = None
     if table.get("llama_4_scaling_beta"):
         growth = tuple(number(table, key, 0.0) for key in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     apart = "llama_4_scaling_beta", "max_position_embeddings"
     plain = {key: value for key, value in table.items() if key not in apart}
-    return common_config(hf | {"rope_scaling": plain, "rope_parameters": None}, attention={"query_growth": growth},
-                         windows=layer_windows(hf), reads=("sliding_window", "layer_types"))
+    return mistral.mistral_config(hf | {"rope_scaling": plain, "rope_parameters": None}, query_growth=growth)

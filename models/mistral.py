@@ -18,5 +18,9 @@ WEIGHTS = llama.WEIGHTS
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Mistral checkpoint."""
-    hf = with_defaults(hf, DEFAULTS)
-    return common_config(hf, windows=layer_windows(hf), reads=("sliding_window", "layer_types"))
+    return mistral_config(with_defaults(hf, DEFAULTS))
+
+
+def mistral_config(hf: dict[str, Any], **attention: Any) -> ModelConfig:
+    """With fields of `AttentionSpec` that differ from Mistral's."""
+    return common_config(hf, attention=attention, windows=layer_windows(hf), reads=("sliding_window", "layer_types"))

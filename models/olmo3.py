@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpaged.models import llama, olmo2
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import layer_types, layer_windows, with_defaults
+from jaxpaged.models.hf_config import all_but_every, layer_types, layer_windows, with_defaults
 from jaxpaged.models.olmo2 import olmo_config
 from jaxpaged.models.rope_tables import by_layer_type
 
@@ -19,5 +19,5 @@ WEIGHTS = olmo2.WEIGHTS
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of an OLMo 3 checkpoint; its rope_theta is for layers without a window, as in transformers."""
     hf = with_defaults(hf, DEFAULTS)
-    hf |= {"layer_types": layer_types(hf, 4)}
+    hf |= {"layer_types": layer_types(hf, all_but_every(4))}
     return olmo_config(by_layer_type(hf, 500000.0), windows=layer_windows(hf), reads=("sliding_window", "layer_types"))

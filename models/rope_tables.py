@@ -96,7 +96,10 @@ def by_layer_type(hf: dict[str, Any], local_theta: Any) -> dict[str, Any]:
     """
     scaling, parameters = (_object(hf, key) for key in ("rope_scaling", "rope_parameters"))
     nested = scaling if _nested(scaling) else parameters if _nested(parameters) else {}
-    flat = {} if _nested(scaling) else scaling or ({} if nested else parameters)
+    if parameters and not _nested(parameters):
+        raise CheckpointError("config.json: rope_parameters of this family must have a table for full_attention and "
+                              "one for sliding_attention; give what is for full_attention alone as rope_scaling")
+    flat = {} if _nested(scaling) else scaling
     full, local = (nested.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
     if isinstance(full, dict) and isinstance(local, dict):
         full, local = full | flat, {"rope_theta": local_theta} | local

@@ -5,7 +5,7 @@ from typing import Any
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.hf_config import common_config, flag, layer_windows, size, with_defaults
+from jaxpaged.models.hf_config import common_config, flag, layer_types, layer_windows, size, with_defaults
 
 DEFAULTS: dict[str, Any] = {key: value for key, value in llama.DEFAULTS.items() if key != "head_dim"} | {
     "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "vocab_size": 128256, "hidden_size": 2048,
@@ -25,8 +25,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     if not isinstance(rotated, list) or len(rotated) != layers or not all(item in (0, 1) for item in rotated):
         raise CheckpointError(f"config.json: no_rope_layers must be a list of {layers} numbers, each 0 or 1")
     windowed = flag(hf, "use_sliding_window") and hf["sliding_window"] is not None
-    hf |= {"layer_types": hf["layer_types"] or ["sliding_attention" if windowed and not item else "full_attention"
-                                                for item in rotated]}
+    hf |= {"layer_types": layer_types(hf, lambda layer: windowed and not rotated[layer])}
     return common_config(
         hf, windows=layer_windows(hf) if windowed else (),
         unrotated=[index for index, item in enumerate(rotated) if not item],
