@@ -35,17 +35,18 @@ class AsyncLLM:
     Its requests belong to one event loop at a time: once all have finished, another loop may use it.
 
     Args:
-        model, devices, mesh, engine_args: as for `LLM`.
+        model, devices, mesh, configure_jax, engine_args: as for `LLM`.
     """
 
     def __init__(
         self, model: Any = DEFAULT_MODEL, *, devices: Sequence[jax.Device] | None = None,
-        mesh: jax.sharding.Mesh | None = None, **engine_args: Any,
+        mesh: jax.sharding.Mesh | None = None, configure_jax: bool = False, **engine_args: Any,
     ) -> None:
         in_memory = in_memory_model(model)
         config = EngineConfig.from_kwargs(model="in-memory" if in_memory else model, **engine_args)
         with without_caller_contexts():
-            engine = Engine(config, print_line, model=in_memory, devices=devices, mesh=mesh)
+            engine = Engine(
+                config, print_line, model=in_memory, devices=devices, mesh=mesh, own_process=configure_jax)
         self._engine: Engine | None = engine  # for as long as its thread runs
         self.info: EngineInfo = engine.info
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))

@@ -1,5 +1,6 @@
 """Which devices an engine in the caller's process runs on: those given, those of its weights, or JAX's own choice."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,12 @@ def choose_devices(
         return config, None
     found += [device for device in found[0].client.local_devices() if device not in found]
     return config, tuple(found[:size]) if len(found) >= size else None
+
+
+def bytes_on(device: jax.Device, params: Any) -> int:
+    """Bytes of arrays that lie on a device already."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+               for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and device in leaf.sharding.device_set)
 
 
 def _devices_of(params: Any) -> list[jax.Device]:

@@ -42,6 +42,7 @@ class Engine:
         report: called with each line that the user should see at start.
         model: a model already in memory, in place of `config.model`.
         devices, mesh: see `choose_devices`.
+        own_process: JAX's process-wide settings may be changed, since nothing else in this process uses JAX.
 
     Attributes:
         info: sizes and choices made at start.
@@ -53,9 +54,9 @@ class Engine:
 
     def __init__(
         self, config: EngineConfig, report: Callable[[str], None] = _silent, *, model: InMemoryModel | None = None,
-        devices: Sequence[jax.Device] | None = None, mesh: jax.sharding.Mesh | None = None,
+        devices: Sequence[jax.Device] | None = None, mesh: jax.sharding.Mesh | None = None, own_process: bool = True,
     ) -> None:
-        ready = prepare(config, report, model, devices, mesh)
+        ready = prepare(config, report, model, devices, mesh, own_process)
         self.info: EngineInfo = ready.info
         self._context = ContextWindow(ready.info.max_model_len)
         self._runner: ModelRunner = ready.runner

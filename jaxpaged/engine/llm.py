@@ -51,6 +51,9 @@ class LLM:
         devices: to run on, as `jax.devices()` gives them; several share the model by tensor parallelism.
         mesh: whose devices to run on, in place of `devices`. With neither, a model in memory runs where its weights
             are, and others on JAX's default device, or on its first ones.
+        configure_jax: change JAX's settings for the whole process as the server does: only the platform that is used
+            is started, of a GPU's memory JAX takes the share gpu_memory_utilization, and its cache of compiled programs
+            stays on. By default they are left alone; the cache is on while the engine starts.
         engine_args: fields of `EngineConfig`: the server's flags, with underscores.
 
     Raises:
@@ -59,14 +62,15 @@ class LLM:
 
     def __init__(
         self, model: Any = DEFAULT_MODEL, *, devices: Sequence[jax.Device] | None = None,
-        mesh: jax.sharding.Mesh | None = None, **engine_args: Any,
+        mesh: jax.sharding.Mesh | None = None, configure_jax: bool = False, **engine_args: Any,
     ) -> None:
         in_memory = in_memory_model(model)
         name = "in-memory" if in_memory else model
         config = EngineConfig.from_kwargs(model=name, **engine_args)
         self._config = config
         with without_caller_contexts():
-            self._engine: Engine | None = Engine(config, print_line, model=in_memory, devices=devices, mesh=mesh)
+            self._engine: Engine | None = Engine(
+                config, print_line, model=in_memory, devices=devices, mesh=mesh, own_process=configure_jax)
         self.info: EngineInfo = self._engine.info
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
         self._lock = threading.Lock()  # around every use of the engine and of `_front`, except its `inputs`

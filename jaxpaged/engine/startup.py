@@ -14,8 +14,8 @@ from tqdm import tqdm
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
-from jaxpaged.core.trusted_files import UntrustedFileError, make_private
-from jaxpaged.engine.chosen_devices import choose_devices
+from jaxpaged.engine.chosen_devices import bytes_on, choose_devices
+from jaxpaged.engine.compilation_cache import cached_compilation
 from jaxpaged.engine.in_memory import InMemoryModel, source_in_memory
 from jaxpaged.engine.model_source import ModelSource
 from jaxpaged.engine.mosaic_check import choose_gpu_attention
@@ -41,7 +41,7 @@ from jaxpaged.execution.step_functions import Params
 from jaxpaged.execution.step_shape import StepShape
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
-from jaxpaged.loading.hub import cache_dir, resolve_model
+from jaxpaged.loading.hub import resolve_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint, saved_rules
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.hf_config import eos_ids
@@ -65,18 +65,32 @@ class ReadyModel:
 
 def prepare(
     config: EngineConfig, report: Report, in_memory: InMemoryModel | None = None,
-    devices: Sequence[jax.Device] | None = None, mesh: jax.sharding.Mesh | None = None,
+    devices: Sequence[jax.Device] | None = None, mesh: jax.sharding.Mesh | None = None, own_process: bool = True,
 ) -> ReadyModel:
     """Load the model, plan the KV pool and compile the programs; progress goes to stderr and `report`.
+
+    Args:
+        own_process: JAX's process-wide settings may be changed.
 
     Raises:
         ConfigError, CheckpointError: with what to change.
     """
-    began = time.monotonic()
     config, chosen = choose_devices(config, devices, mesh, in_memory)
-    device = describe_devices(chosen, config.device) if chosen is not None else select_device(
-        config.device, config.tensor_parallel_size, config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE)
-    _enable_compilation_cache(report)
+    if chosen is not None:
+        device = describe_devices(chosen, config.device)
+    else:
+        device = select_device(config.device, config.tensor_parallel_size,
+                               config.gpu_memory_utilization or DEFAULT_MEMORY_SHARE, own_process=own_process)
+    if not own_process and in_memory:
+        device = device.without_others(bytes_on(device.devices[0], in_memory.params))
+    with cached_compilation(report, keep=own_process):
+        return _prepare(config, report, device, in_memory)
+
+
+def _prepare(
+    config: EngineConfig, report: Report, device: DeviceInfo, in_memory: InMemoryModel | None
+) -> ReadyModel:
+    began = time.monotonic()
     model = source_in_memory(in_memory, config.dtype, report) if in_memory else _from_checkpoint(config, device)
     on_cpu = device.platform == "cpu"
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
@@ -253,16 +267,3 @@ def _load_and_compile(model: ModelSource, definition: ModelDefinition, programs:
 def _settle(pool: jax.Array) -> None:
     for shard in jax.block_until_ready(pool).addressable_shards:
         move_zeros_to_huge_pages(shard.data.unsafe_buffer_pointer(), shard.data.nbytes)
-
-
-def _enable_compilation_cache(report: Report) -> None:
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        folder = cache_dir() / "compiled"
-        try:
-            make_private(folder)  # programs are code
-        except (OSError, UntrustedFileError) as error:
-            report(f"compiled programs are not cached: {error}")
-            return
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -27,6 +27,12 @@ class DeviceInfo:
     memory_bytes: int
     devices: tuple[jax.Device, ...]
 
+    def without_others(self, own_bytes: int) -> "DeviceInfo":
+        """Without the memory of a GPU that is in use already, but for so many bytes that are the engine's own."""
+        stats = None if self.platform == "cpu" else self.devices[0].memory_stats()
+        used = (stats or {}).get("bytes_in_use", 0) - own_bytes
+        return replace(self, memory_bytes=self.memory_bytes - max(used, 0))
+
 
 @contextlib.contextmanager
 def without_caller_contexts() -> Iterator[None]:
@@ -38,7 +44,9 @@ def without_caller_contexts() -> Iterator[None]:
         yield
 
 
-def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEMORY_SHARE) -> DeviceInfo:
+def select_device(
+    wanted: str, count: int = 1, memory_share: float = DEFAULT_MEMORY_SHARE, *, own_process: bool = True
+) -> DeviceInfo:
     """Start the backend of `wanted` ("auto", "cpu" or "cuda") and describe its first `count` devices.
 
     The platform is fixed before any backend starts: an installed GPU plugin that finds no GPU would print a traceback.
@@ -47,30 +55,40 @@ def select_device(wanted: str, count: int = 1, memory_share: float = DEFAULT_MEM
     the memory and never uses more, so that several processes can share a GPU; if the backend has started already, the
     share that it preallocated then counts as `memory_share`.
 
+    Where the process is not the engine's own, no setting is changed but the number of CPU devices, if it is too small:
+    JAX starts what it would start, and the memory is what its allocator may use.
+
     Raises:
         ConfigError: there are no such devices here, or the process has already started another backend.
     """
-    platform = fix_platform(wanted)
+    platforms_before = _fixed_platforms()
+    # Where there is no GPU nobody misses what is not started.
+    platform = fix_platform(wanted) if own_process or not has_nvidia_gpu() else _platform(wanted)
     if platform == "cpu" and count > 1:
         _split_cpu(count)
-    if platform == "cuda":
+    if platform == "cuda" and own_process:
         _limit_preallocation(memory_share)
     try:
         with without_cuda_notices() if platform == "cpu" else contextlib.nullcontext():
             devices = get_backend(platform).local_devices()
     except (RuntimeError, AssertionError) as error:  # the latter where a plugin finds no CUDA libraries
         if wanted == "auto" and platform == "cuda":
-            return select_device("cpu", count, memory_share)
+            return select_device("cpu", count, memory_share, own_process=own_process)
         hint = "install jaxpaged[cuda12] or jaxpaged[cuda13], or use --device cpu" if platform == "cuda" else \
             f"JAX is configured to use {_fixed_platforms()}; unset that or use --device cuda"
         reason = (str(error).splitlines() or ["JAX finds none"])[0]
         raise ConfigError(f"no {platform} device: {reason}; {hint}") from error
+    finally:
+        if not own_process:
+            jax.config.update("jax_platforms", platforms_before)
     if len(devices) < count:
         hint = "; this process has started JAX already, set jax_num_cpu_devices before" if platform == "cpu" else ""
         raise ConfigError(f"--tensor-parallel-size {count} needs {count} {platform} devices, "
                           f"there are {len(devices)}{hint}")
     found = describe_devices(devices[:count])
-    return found if platform == "cpu" else replace(found, memory_bytes=int(found.memory_bytes / memory_share))
+    if platform == "cpu" or not own_process:
+        return found
+    return replace(found, memory_bytes=int(found.memory_bytes / memory_share))
 
 
 def describe_devices(devices: Sequence[jax.Device], wanted: str = "auto") -> DeviceInfo:
@@ -114,10 +132,14 @@ def _split_cpu(count: int) -> None:
 
 def fix_platform(wanted: str) -> str:
     """The platform that `wanted` ("auto", "cpu" or "cuda") means here; JAX starts no other, unless configured."""
-    platform = wanted if wanted != "auto" else ("cuda" if has_nvidia_gpu() else "cpu")
+    platform = _platform(wanted)
     if not _fixed_platforms():
         jax.config.update("jax_platforms", platform)
     return platform
+
+
+def _platform(wanted: str) -> str:
+    return wanted if wanted != "auto" else ("cuda" if has_nvidia_gpu() else "cpu")
 
 
 def _fixed_platforms() -> str | None:

@@ -1,6 +1,7 @@
 """An engine runs on the devices that it is given, or where its weights are: eight CPU devices in a process apart."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,38 @@ def test_weights_and_pages_lie_where_they_should(results: dict[str, Any], name: 
 ])
 def test_choices_that_cannot_be(results: dict[str, Any], name: str, text: str) -> None:
     assert text in results[name]
+
+
+SETTINGS = """
+import json, os, sys
+import jax
+
+NAMES = ("jax_platforms", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+         "jax_persistent_cache_min_entry_size_bytes", "jax_pjrt_client_create_options", "jax_num_cpu_devices")
+before = {name: getattr(jax.config, name) for name in NAMES}
+import jaxpaged
+
+jaxpaged.LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=2, num_gpu_blocks_override=9, cpu_attention="xla",
+             cpu_linear="xla", **json.loads(sys.argv[2]))
+changed = [name for name in NAMES if getattr(jax.config, name) != before[name]]
+jax.config.update("jax_compilation_cache_dir", sys.argv[3])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: x * 3 + 1)(jax.numpy.ones(77))
+os.makedirs(sys.argv[3], exist_ok=True)
+print(json.dumps({"changed": changed, "caller's programs": len(os.listdir(sys.argv[3]))}))
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_settings_of_jax_for_the_process_are_left_alone_unless_asked(
+        model_path: Path, tmp_path: Path, asked: bool) -> None:
+    """The engine's programs are cached all the same; those of the caller go where the caller wants."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", SETTINGS, str(model_path), json.dumps({"configure_jax": asked}), str(tmp_path / "own")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment | {"XDG_CACHE_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(list(tmp_path.glob("jaxpaged/compiled/*"))) > 8
+    assert bool(found["changed"]) == asked and (asked or found["caller's programs"])
+    assert "Traceback" not in done.stderr
