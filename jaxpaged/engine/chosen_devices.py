@@ -48,8 +48,9 @@ def choose_devices(
 
 def bytes_on(device: jax.Device, params: Any) -> int:
     """Bytes of arrays that lie on a device already."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-               for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and device in leaf.sharding.device_set)
+    arrays = [leaf for leaf in jax.tree.leaves(params)
+              if isinstance(leaf, jax.Array) and device in leaf.sharding.device_set]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
 
 
 def _devices_of(params: Any) -> list[jax.Device]:
