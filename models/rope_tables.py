@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.models.config import RopeConfig
+from jaxpaged.models.text_part import text_config
 
 # The numbers of each kind. Those of the other kinds change nothing, and older files have them.
 _NUMBERS = {
@@ -126,8 +127,10 @@ def context_length(hf: dict[str, Any], given: int) -> int:
 def merge_overrides(hf: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """A config.json with --hf-overrides; a rotary table among them replaces the file's, in whatever spelling that is.
 
+    Of a multimodal model it is that of its text model.
     The base frequency stays the file's unless the new table has one.
     """
+    hf = text_config(hf)
     merged = hf | overrides
     if not overrides.keys() & {"rope_scaling", "rope_parameters"}:
         return merged

@@ -13,6 +13,7 @@ from jaxpaged.models.config_checks import check_quantization, quantization_metho
 from jaxpaged.models.hf_config import named_dtype
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.rope_tables import merge_overrides
+from jaxpaged.models.text_part import is_multimodal, text_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -27,14 +28,15 @@ class HfCheckpoint:
     Names are those of the whole model: a checkpoint of the bare decoder, without the prefix "model.", is read as if it
     had it. Where config.json ties the output head to the embedding, the files decide as they do in transformers: equal
     or absent, the head is left out; different, `config` is corrected to untied. A decoder without a head, such as
-    LlamaModel, is tied. Where config.json names no dtype, `config` gets the embedding's.
+    LlamaModel, is tied. Where config.json names no dtype, `config` gets the embedding's. Of a multimodal model it is
+    the text model alone.
 
     Args:
         overrides: values in place of those of config.json.
 
     Attributes:
         path: the directory.
-        config: config.json with the overrides.
+        config: config.json, or its text_config, with the overrides.
         generation_config: generation_config.json, empty without one.
 
     Raises:
@@ -44,13 +46,15 @@ class HfCheckpoint:
 
     def __init__(self, path: Path, overrides: dict[str, Any] | None = None) -> None:
         self.path = path
-        self.config = merge_overrides(read_json(path / "config.json"), overrides or {})
+        found = read_json(path / "config.json")
+        self.config = merge_overrides(found, overrides or {})
         # Before the files: of a model that is not supported, these are bound to look damaged.
         family = find_family(self.config)
         self._tied = self.config.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
         _check_quantization(path, self.config)
         self.generation_config = read_generation_config(path)
-        self._sources = _with_prefix(find_tensors(path))
+        tensors = find_tensors(path)
+        self._sources = _with_prefix(text_tensors(tensors) if is_multimodal(found) else tensors)
         self._settle_head()
         self._settle_dtype()
 

@@ -4,14 +4,13 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import save_file
 from transformers import LlamaConfig
 
@@ -19,15 +18,10 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.engine.startup import model_of
-from jaxpaged.loading.checkpoint import open_checkpoint
-from jaxpaged.loading.weights import load_params
 from jaxpaged.models.config import RopeConfig
 from jaxpaged.models.hf_config import common_config
-from jaxpaged.models.metadata import make_metadata
-from jaxpaged.models.registry import find_family
 from jaxpaged.models.rotary import rotary_angles, rotate
-from jaxpaged.models.transformer import Transformer
-from jaxpaged.pallas_kernels.kv_pages import KVPages
+from tests.support.paged_model import PagedModel
 from tests.support.sameness import compare_ids, num_decided
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
 
@@ -123,47 +117,48 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return written
 
 
-def load(folder: Path, dtype: Any = jnp.float32) -> tuple[nnx.GraphDef[Transformer], dict[Any, Any], Any]:
-    opened = open_checkpoint(folder)
-    family = find_family(opened.config)
-    config = family.config_from_hf(opened.config)
-    graph, state = nnx.split(nnx.eval_shape(lambda: family.build(config, dtype)))
-    params = load_params(nnx.to_pure_dict(state), family.weights, opened, config=config, ignored=family.ignored,
-                         dtype=dtype)
-    return graph, params, config
-
-
 def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32) -> np.ndarray:
-    """[T, V]: one step over all tokens, with pages in no order."""
-    graph, params, config = load(folder, dtype)
-    block_size, count = 16, len(tokens)
-    width = -(-count // block_size)
-    table = jnp.array([np.random.default_rng(0).permutation(width) + 1, [0] * width], jnp.int32)
-    pool = jnp.zeros((width + 1, block_size, config.num_kv_heads, config.head_dim), dtype)
-
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiled sooner
-    def run(params: Any, ids: jax.Array) -> jax.Array:
-        meta = make_metadata(jnp.zeros(count, jnp.int32), jnp.arange(count), table[None], config, block_size)
-        pools = (KVPages(pool, pool),) * config.num_layers
-        return nnx.merge(graph, params)(ids, jnp.arange(count), pools, meta)[0]
-
-    logits = run(params, jnp.array(tokens, jnp.int32))
-    assert logits.dtype == jnp.float32
-    return np.asarray(logits)
+    """[T, V]: one step over all tokens."""
+    [logits] = PagedModel(folder, rows=len(tokens), dtype=dtype).step((0, 0, tokens))
+    return logits
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits(checkpoint: Checkpoints, name: str) -> None:
+    """In one step, in pieces, token by token, and of two requests that share a prefix."""
+    tokens = random_prompt(100, 1)
+    wanted = reference_logits(checkpoint(name), tokens)
+    assert wanted.std() > 0.5, "logits that differ too little to mean anything"
+    check = partial(np.testing.assert_allclose, atol=5e-5 * wanted.std(), rtol=1e-4)
+    model = PagedModel(checkpoint(name), rows=len(tokens))
+    borders = [0, 1, 20, 21, 22, 41, 60, *range(62, 69), 97, 100]  # around windows, blocks and original contexts
+    pieces = [model.step((0, start, tokens[start:stop]))[0] for start, stop in pairwise(borders)]
+    check(np.concatenate(pieces), wanted)
+    model.share(3)
+    forked = model.step((1, 48, tokens[48:70]), (0, 99, tokens[99:]))
+    check(np.concatenate(forked), wanted[[*range(48, 70), 99]])
+    check(model.step((1, 0, tokens))[0], wanted)
+
+
+def reference_logits(folder: Path, tokens: Sequence[int]) -> np.ndarray:
+    """[T, V], by transformers."""
     import torch
 
     from tests.support.reference_model import ReferenceModel
 
-    tokens = random_prompt(100, 1)
-    model = ReferenceModel(checkpoint(name)).model
     with torch.inference_mode():
-        wanted = model(torch.tensor([tokens])).logits[0].numpy()
-    assert wanted.std() > 0.5, "logits that differ too little to mean anything"
-    np.testing.assert_allclose(prefill_logits(checkpoint(name), tokens), wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
+        return ReferenceModel(folder).model(torch.tensor([tokens])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("longest", [64, 65])
+def test_longrope_is_that_of_the_longest_text_that_is_served(checkpoint: Checkpoints, longest: int) -> None:
+    """Up to the original context, 64 tokens, it is the short one; transformers decides by the text in hand."""
+    tokens = random_prompt(longest, 1)
+    [found] = PagedModel(checkpoint("phi4-mini"), rows=longest, max_model_len=longest).step((0, 0, tokens))
+    wanted = reference_logits(checkpoint("phi4-mini"), tokens)
+    np.testing.assert_allclose(found, wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
+    [other] = PagedModel(checkpoint("phi4-mini"), rows=longest, max_model_len=129 - longest).step((0, 0, tokens))
+    assert np.abs(other - wanted).max() > 0.1 * wanted.std()
 
 
 @pytest.mark.parametrize(("name", "engine_args"), [
