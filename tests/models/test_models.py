@@ -60,7 +60,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral within its window": {"model_type": "mistral", "sliding_window": 128},
     "gemma": {"model_type": "gemma", "head_dim": 24, "hidden_act": "gelu"},
     "gemma2": {"model_type": "gemma2", "head_dim": 24, "sliding_window": 21, "query_pre_attn_scalar": 10,
-               "attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0},
+               "attn_logit_softcapping": 4.0, "final_logit_softcapping": 30.0},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 24, "sliding_window": 21, "query_pre_attn_scalar": 10,
                "layer_types": WINDOW_FIRST, "rope_parameters": {
                    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -95,26 +95,27 @@ Checkpoints = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """The directory of a checkpoint, as transformers saves it, with a tokenizer beside it."""
+    """The directory of a checkpoint, written once."""
+    return functools.cache(lambda name: write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", name))
+
+
+def write_checkpoint(folder: Path, name: str) -> Path:
+    """One of `CHECKPOINTS` with random weights, as transformers saves it, with a tokenizer beside it."""
     torch = pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    @functools.cache
-    def written(name: str) -> Path:
-        folder = write_model(tmp_path_factory.mktemp("checkpoint") / "model")
-        torch.manual_seed(len(name))
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
-            **({"model_type": "llama"} | COMMON | CHECKPOINTS[name])))
-        for key, parameter in model.named_parameters():
-            scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
-            parameter.data = ("norm" in key) + scale * torch.randn_like(parameter)
-        model.save_pretrained(folder)
-        if name in EDITS:
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | EDITS[name]))
-        return folder
-
-    return written
+    write_model(folder)
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        **({"model_type": "llama"} | COMMON | CHECKPOINTS[name])))
+    for key, parameter in model.named_parameters():
+        scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
+        parameter.data = ("norm" in key) + scale * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    if name in EDITS:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | EDITS[name]))
+    return folder
 
 
 def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32) -> np.ndarray:
@@ -165,7 +166,7 @@ def test_longrope_is_that_of_the_longest_text_that_is_served(checkpoint: Checkpo
     ("grouped", {}), ("all at once", {"max_num_batched_tokens": 7}), ("mistral", {"max_num_batched_tokens": 7}),
     ("mistral", {"max_num_batched_tokens": 7, "cpu_attention": "xla"}), ("qwen2 windows", {}),
     ("qwen2 windows", {"cpu_attention": "xla"}),
-    ("qwen3", {"max_num_batched_tokens": 7})])
+    ("qwen3", {"max_num_batched_tokens": 7}), ("gemma2", {})])
 def test_greedy_ids(checkpoint: Checkpoints, name: str, engine_args: dict[str, Any]) -> None:
     """Through the whole engine: prompts in chunks, several at once, mixed with decoding."""
     from tests.support.reference_model import ReferenceModel
