@@ -2,56 +2,19 @@
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.gguf_families import GGUF_FAMILIES
 from jaxpaged.loading.gguf_split import SplitGguf
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What differs between GGUF architectures.
-
-    `tensors` maps GGUF stems to Hugging Face stems; `permuted` holds the stems whose rows the converter reorders.
-    """
-
-    architecture: str
-    model_type: str
-    tensors: dict[str, str]
-    permuted: tuple[str, ...] = ()
-
-
-_STEMS = {
-    "token_embd": "model.embed_tokens",
-    "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
-    "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
-    "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
-    "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
-    "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
-    "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
-    "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
-    "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
-    "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_HEAD_NORMS = {
-    "blk.{i}.attn_q_norm": "model.layers.{i}.self_attn.q_norm",
-    "blk.{i}.attn_k_norm": "model.layers.{i}.self_attn.k_norm",
-}
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", "llama", _STEMS, permuted=("blk.{i}.attn_q", "blk.{i}.attn_k")),
-    "qwen2": _Family("Qwen2ForCausalLM", "qwen2", _STEMS),
-    "qwen3": _Family("Qwen3ForCausalLM", "qwen3", _STEMS | _HEAD_NORMS),
-}
-
 def gguf_names(architecture: str) -> tuple[str, ...]:
     """What GGUF files call an architecture of config.json."""
-    return tuple(name for name, family in _FAMILIES.items() if family.architecture == architecture)
+    return tuple(name for name, family in GGUF_FAMILIES.items() if family.architecture == architecture)
 
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -59,6 +22,9 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.")
 # Llama 3.1 and later: the file holds what the scaling does to each frequency, not the numbers it was made from. All
 # released models share these.
 _ROPE_FACTORS = "rope_freqs.weight"
+# longrope's, for texts within the original context and for longer ones.
+_LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+_ROTARY = _ROPE_FACTORS, *_LONGROPE.values()
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 # Metadata that changes what a model computes, and the values of each that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -66,6 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.temperature_scale": (0,),
     "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1),
     "embedding_scale": (0, 1), "rope.scaling.alpha": (0, 1), "use_parallel_residual": (False,),
+    "rope.freq_base_swa": (), "attention.sliding_window_pattern": (),
 }
 
 
@@ -87,24 +54,24 @@ class GgufCheckpoint:
         self._file = SplitGguf(path)
         self._metadata = self._file.metadata
         self._name = self._metadata.get("general.architecture")
-        if not isinstance(self._name, str) or self._name not in _FAMILIES:
+        if not isinstance(self._name, str) or self._name not in GGUF_FAMILIES:
             raise UnsupportedModelError(f"{path}: GGUF architecture {_brief(self._name)} is not supported; "
-                                        f"supported are {', '.join(_FAMILIES)}{self._most_like()}")
-        self._family = _FAMILIES[self._name]
-        self._sources = {self._hf_name(name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+                                        f"supported are {', '.join(GGUF_FAMILIES)}{self._most_like()}")
+        self._family = GGUF_FAMILIES[self._name]
+        self._sources = {self._hf_name(name): name for name in self._file.tensors if name not in _ROTARY}
         self.config = self._make_config()
         self.generation_config: dict[str, Any] = {}
 
     def _most_like(self) -> str:
         """Which family's tensors are most like the file's, and what differs."""
-        stems = {_generic(name.rpartition(".")[0]) for name in self._file.tensors if name != _ROPE_FACTORS}
+        stems = {_generic(name.rpartition(".")[0]) for name in self._file.tensors if name not in _ROTARY}
 
         def likeness(name: str) -> float:
-            known = _FAMILIES[name].tensors.keys()
+            known = GGUF_FAMILIES[name].tensors.keys()
             return len(stems & known) / (len(stems | known) or 1)
 
-        nearest = max(_FAMILIES, key=likeness)
-        known = _FAMILIES[nearest].tensors.keys()
+        nearest = max(GGUF_FAMILIES, key=likeness)
+        known = GGUF_FAMILIES[nearest].tensors.keys()
         if not stems & known:
             return ""
         more, fewer = (", ".join(sorted(items)[:8]) for items in (stems - known, known - stems - {"output"}))
@@ -136,7 +103,12 @@ class GgufCheckpoint:
             out = np.empty([item.stop - item.start for item in part], np.float32)
         heads = self._permuted_heads(source)
         if heads is None:
-            self._file.read_tensor(source, out, part)
+            if not (self._family.norms_have_one and source.endswith("norm.weight")):
+                self._file.read_tensor(source, out, part)
+                return out
+            wide = np.empty(out.shape, np.float32)  # subtracting loses digits in 16 bits
+            self._file.read_tensor(source, wide, part)
+            out[...] = wide - 1
             return out
         rows = shape[0] // heads
         if part[0].start % rows or part[0].stop % rows:  # the file has the rows of a head in another order
@@ -174,13 +146,14 @@ class GgufCheckpoint:
         head_dim = self._count("attention.key_length", width // heads)
         if self._count("attention.value_length", head_dim) != head_dim:
             raise UnsupportedModelError(f"{self.path}: keys and values of different length are not supported")
-        if self._count("rope.dimension_count", head_dim) != head_dim:
+        rotated = self._count("rope.dimension_count", head_dim)
+        if rotated != head_dim and not self._family.partial_rotary:
             raise UnsupportedModelError(f"{self.path}: rotary embedding of a part of each head is not supported")
         if self._metadata.get(f"{self._name}.expert_count"):
             raise UnsupportedModelError(f"{self.path}: mixture-of-experts GGUF files are not supported")
         for key, neutral in _NEUTRAL.items():
             value = self._metadata.get(f"{self._name}.{key}")
-            if value is not None and value not in neutral:
+            if value is not None and value not in neutral and key not in self._family.keys:
                 raise UnsupportedModelError(f"{self.path}: metadata {self._name}.{key} is {_brief(value)}, which "
                                             "changes what the model computes and is not supported")
         config: dict[str, Any] = {
@@ -205,12 +178,32 @@ class GgufCheckpoint:
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_ids(),
         }
-        config["rope_scaling"] = self._rope_scaling(config["rope_theta"], head_dim)
+        config |= self._family.fixed | self._family.derived(config) | self._own_keys()
+        if self._family.partial_rotary:
+            # The next float, since a part is rounded down to whole numbers.
+            config["partial_rotary_factor"] = min(1, math.nextafter(rotated / head_dim, 2))
+        config["rope_scaling"] = self._rope_scaling(config["rope_theta"], rotated)
         return config
+
+    def _own_keys(self) -> dict[str, Any]:
+        """What the family reads besides."""
+        found = {name: self._metadata[f"{self._name}.{key}"] for key, name in self._family.keys.items()
+                 if f"{self._name}.{key}" in self._metadata}
+        if self._family.model_type == "cohere":
+            found["use_qk_norm"] = self._has("attn_q_norm.weight")
+        if not found.get("sliding_window", 1):
+            found["sliding_window"] = None
+        pattern = found.get("sliding_window_pattern")
+        if isinstance(pattern, list):  # of each layer, whether it has a window
+            del found["sliding_window_pattern"]
+            found["layer_types"] = ["sliding_attention" if item else "full_attention" for item in pattern]
+        return found
 
     def _rope_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
         if _ROPE_FACTORS in self._file.tensors:
             return self._llama3_scaling(theta, head_dim)
+        if _LONGROPE["long_factor"] in self._file.tensors:
+            return self._longrope_scaling(head_dim)
         # A factor without a type means linear, as in llama.cpp.
         kind = self._metadata.get(f"{self._name}.rope.scaling.type", "linear")
         factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0))
@@ -244,11 +237,24 @@ class GgufCheckpoint:
             "attention_factor": own * self._number("rope.scaling.attn_factor", 1.0),
         }
 
-    def _llama3_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
-        if self._file.tensors[_ROPE_FACTORS].shape != (head_dim // 2,):
-            raise CheckpointError(f"{self.path}: {_ROPE_FACTORS} must have {head_dim // 2} elements")
+    def _longrope_scaling(self, head_dim: int) -> dict[str, Any]:
+        factors = {key: self._rotary_tensor(name, head_dim) for key, name in _LONGROPE.items()}
+        return {
+            "rope_type": "longrope", **{key: found.tolist() for key, found in factors.items()},
+            "original_max_position_embeddings": self._count("rope.scaling.original_context_length"),
+            "attention_factor": self._number("rope.scaling.attn_factor", 1.0),
+        }
+
+    def _rotary_tensor(self, name: str, head_dim: int) -> np.ndarray:
+        """A number for each rotary pair."""
+        if name not in self._file.tensors or self._file.tensors[name].shape != (head_dim // 2,):
+            raise CheckpointError(f"{self.path}: {name} must have {head_dim // 2} elements")
         found = np.empty(head_dim // 2, np.float32)
-        self._file.read_tensor(_ROPE_FACTORS, found)
+        self._file.read_tensor(name, found)
+        return found
+
+    def _llama3_scaling(self, theta: float, head_dim: int) -> dict[str, Any] | None:
+        found = self._rotary_tensor(_ROPE_FACTORS, head_dim)
         factor = float(found.max())
         with np.errstate(all="ignore"):  # damaged numbers end as "not close"
             wave = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

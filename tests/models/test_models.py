@@ -82,6 +82,16 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "exaone4": {"model_type": "exaone4", "layer_types": WINDOW_FIRST, "sliding_window": 21},
     "seed-oss": {"model_type": "seed_oss", "head_dim": 24},
     "ministral": {"model_type": "ministral", "head_dim": 24, "layer_types": WINDOW_FIRST, "sliding_window": 21},
+    # As GGUF files mean it: their patterns of layers, and scales of scores, are not in the file.
+    "gemma2 as converted": {"model_type": "gemma2", "head_dim": 24, "sliding_window": 21, "query_pre_attn_scalar": 24,
+                            "attn_logit_softcapping": 4.0, "final_logit_softcapping": 30.0},
+    "gemma3 as converted": {"model_type": "gemma3_text", "head_dim": 24, "sliding_window": 21,
+                            "query_pre_attn_scalar": 24, "num_hidden_layers": 6, "rope_parameters": {
+                                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere2 as converted": {"model_type": "cohere2", "sliding_window": 21, "num_hidden_layers": 4, "logit_scale": 0.2},
+    "smollm3 as converted": {"model_type": "smollm3", "num_hidden_layers": 4},
+    "exaone4 as converted": {"model_type": "exaone4", "sliding_window": 21, "num_hidden_layers": 4},
     "ministral3": {"model_type": "ministral3", "head_dim": 24, "rope_parameters": YARN | {
         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
 }

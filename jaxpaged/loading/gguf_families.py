@@ -1,0 +1,95 @@
+"""What differs between the architectures of GGUF files: names of tensors and of metadata, and what no file says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """How a GGUF architecture is read.
+
+    Attributes:
+        architecture, model_type: in Hugging Face terms.
+        tensors: GGUF stems, and those of Hugging Face.
+        permuted: stems whose rows the converter reorders.
+        norms_have_one: the converter adds 1 to the scales of all norms.
+        keys: metadata, without the architecture's prefix, and the keys of config.json that it becomes.
+        fixed: keys of config.json that no file says.
+        derived: further keys, from those that are known already.
+        partial_rotary: a part of each head may be rotated.
+    """
+
+    architecture: str
+    model_type: str
+    tensors: dict[str, str]
+    permuted: tuple[str, ...] = ()
+    norms_have_one: bool = False
+    keys: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    derived: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
+    partial_rotary: bool = False
+
+
+def _of_layers(**stems: str) -> dict[str, str]:
+    return {f"blk.{{i}}.{stem}": f"model.layers.{{i}}.{name}" for stem, name in stems.items()}
+
+
+_STEMS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | _of_layers(
+    attn_norm="input_layernorm", attn_q="self_attn.q_proj", attn_k="self_attn.k_proj", attn_v="self_attn.v_proj",
+    attn_output="self_attn.o_proj", ffn_norm="post_attention_layernorm", ffn_gate="mlp.gate_proj",
+    ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
+_HEAD_NORMS = _of_layers(attn_q_norm="self_attn.q_norm", attn_k_norm="self_attn.k_norm")
+_POST_NORMS = _of_layers(post_attention_norm="post_attention_layernorm", post_ffw_norm="post_feedforward_layernorm")
+_GEMMA2 = _STEMS | _POST_NORMS | _of_layers(ffn_norm="pre_feedforward_layernorm")
+_AFTER = {stem: name for stem, name in _STEMS.items() if not stem.endswith((".attn_norm", ".ffn_norm"))} | _POST_NORMS
+_QK = "blk.{i}.attn_q", "blk.{i}.attn_k"
+_FUSED_MLP = _of_layers(ffn_up="mlp.gate_up_proj")
+_WINDOWS = {"attention.sliding_window": "sliding_window", "attention.sliding_window_pattern": "sliding_window_pattern"}
+_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
+
+
+def _without(stems: dict[str, str], *names: str) -> dict[str, str]:
+    return {stem: name for stem, name in stems.items() if stem.removeprefix("blk.{i}.") not in names}
+
+
+def _gemma_scale(layers: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The 27B models, which have so many layers, scale scores by the width for each head; the others by its size."""
+    def derived(config: dict[str, Any]) -> dict[str, Any]:
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        return {"query_pre_attn_scalar": per_head if config["num_hidden_layers"] == layers else config["head_dim"]}
+
+    return derived
+
+
+GGUF_FAMILIES = {
+    "llama": GgufFamily("LlamaForCausalLM", "llama", _STEMS, permuted=_QK),
+    "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", _STEMS),
+    "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", _STEMS | _HEAD_NORMS),
+    "gemma": GgufFamily("GemmaForCausalLM", "gemma", _STEMS, norms_have_one=True,
+                        fixed={"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", _GEMMA2, norms_have_one=True, keys=_WINDOWS | _CAPS,
+                         derived=_gemma_scale(46)),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text", _GEMMA2 | _HEAD_NORMS, norms_have_one=True,
+                         keys=_WINDOWS | _CAPS | {"rope.freq_base_swa": "rope_local_base_freq"},
+                         derived=_gemma_scale(62)),
+    "phi3": GgufFamily("Phi3ForCausalLM", "phi3",
+                       _without(_STEMS, "attn_q", "attn_k", "attn_v", "ffn_gate") | _FUSED_MLP | _of_layers(
+                           attn_qkv="self_attn.qkv_proj"), partial_rotary=True, keys=_WINDOWS | {
+                               "rope.scaling.original_context_length": "original_max_position_embeddings"}),
+    "glm4": GgufFamily("Glm4ForCausalLM", "glm4", _without(_STEMS, "ffn_gate") | _FUSED_MLP | _of_layers(
+        post_attention_norm="post_self_attn_layernorm", post_ffw_norm="post_mlp_layernorm"), partial_rotary=True),
+    "granite": GgufFamily("GraniteForCausalLM", "granite", _STEMS, permuted=_QK, keys={
+        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}),
+    "command-r": GgufFamily("CohereForCausalLM", "cohere", _without(_STEMS, "ffn_norm") | _HEAD_NORMS,
+                            keys=_LAYER_NORM | {"logit_scale": "logit_scale"}),
+    "cohere2": GgufFamily("Cohere2ForCausalLM", "cohere2", _without(_STEMS, "ffn_norm"),
+                          keys=_LAYER_NORM | _WINDOWS | {"logit_scale": "logit_scale"}),
+    "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _AFTER | _HEAD_NORMS),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", "smollm3", _STEMS, permuted=_QK),
+    "exaone4": GgufFamily("Exaone4ForCausalLM", "exaone4", _AFTER | _HEAD_NORMS, keys=_WINDOWS),
+    "seed_oss": GgufFamily("SeedOssForCausalLM", "seed_oss", _without(_STEMS, "ffn_norm") | _of_layers(
+        post_attention_norm="post_attention_layernorm")),
+}
