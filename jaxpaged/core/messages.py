@@ -282,19 +282,24 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """One batch from the engine: new tokens of each sequence, and the state after the step."""
+    """One batch from the engine: new tokens of each sequence, and the state after the step.
+
+    Attributes:
+        weights_version: of the weights that made the tokens.
+    """
 
     deltas: tuple[TokenDelta, ...]
     stats: EngineStats
     pool: PoolState | None = None
+    weights_version: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By column, in a fifth of the time: pickle writes the class of each tuple that is not a plain one.
-        return _unpacked, (tuple(zip(*self.deltas, strict=True)), self.stats, self.pool)
+        return _unpacked, (tuple(zip(*self.deltas, strict=True)), self.stats, self.pool, self.weights_version)
 
 
-def _unpacked(columns: tuple[tuple[Any, ...], ...], stats: EngineStats, pool: PoolState | None) -> EngineOutputs:
-    return EngineOutputs(tuple(map(TokenDelta._make, zip(*columns, strict=True))), stats, pool)
+def _unpacked(columns: tuple[tuple[Any, ...], ...], *others: Any) -> EngineOutputs:
+    return EngineOutputs(tuple(map(TokenDelta._make, zip(*columns, strict=True))), *others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class CompletionOutput:
         cumulative_logprob: sum over all its tokens so far, if log probabilities were requested.
         logprobs: for each of `token_ids` the chosen token, first, and the requested alternatives.
         text_offsets: with log probabilities, the offset in the choice's text at which each token begins.
+        weight_versions: which weights made which of the choice's tokens: the index of a token, counted from the
+            choice's first, and the version (see `WeightsUpdate`) from it on.
     """
 
     index: int
@@ -63,6 +65,22 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     text_offsets: tuple[int, ...] = ()
+    weight_versions: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsUpdate:
+    """New weights are in use.
+
+    Attributes:
+        version: 1 for the first update since the start, then 2, and so on.
+        bytes_copied: of the weights that had to be moved; the others are used where they are.
+        seconds: it took.
+    """
+
+    version: int
+    bytes_copied: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 
 from jaxpaged.core.config import DEFAULT_MODEL, EngineConfig
-from jaxpaged.core.errors import EngineDeadError, OverloadedError, RequestError
+from jaxpaged.core.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from jaxpaged.core.messages import AbortRequests, EngineInfo, EngineOutputs, ResetPrefixCache, Shutdown
-from jaxpaged.core.outputs import RequestOutput
+from jaxpaged.core.outputs import RequestOutput, WeightsUpdate
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.engine.batches import Prompt, params_of
 from jaxpaged.engine.engine import Engine
@@ -52,6 +52,8 @@ class AsyncLLM:
         self._front = Front(config, self.info, load_text_files(config, in_memory=in_memory is not None))
         self._max_waiting = config.max_waiting_requests + self.info.max_num_seqs
         self._num_live = 0
+        self._idle: asyncio.Future[None] | None = None  # set once no request is live
+        self._gate: asyncio.Future[None] | None = None  # set once new requests may begin
         self._ordinals = itertools.count()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,6 +94,8 @@ class AsyncLLM:
         try:
             request = await asyncio.to_thread(self._front.inputs.process, key, prompt, params,
                                               priority=priority)
+            while self._gate is not None:
+                await asyncio.shield(self._gate)
             if self._failure is not None:  # checked only now: `_fail_all` does not reach prompts in preparation
                 raise self._failure
             if self._num_live + len(request.sequences) > self._max_waiting:
@@ -129,6 +133,8 @@ class AsyncLLM:
                 yield output
         finally:
             self._num_live -= len(request.sequences)
+            if not self._num_live and self._idle is not None and not self._idle.done():
+                self._idle.set_result(None)
             del self._streams[key]
             sequences = self._front.abort(key, time.monotonic())
             if sequences:
@@ -151,14 +157,66 @@ class AsyncLLM:
         """The weights on the device, as the nested dict that `update_weights` takes. They must not be donated."""
         return dict(await self._call(lambda engine: engine.get_params()))
 
-    async def update_weights(self, params: Mapping[Any, Any]) -> None:
-        """Replace the weights by others of the same shapes and dtypes, from the next step on, in running requests too.
+    async def update_weights(
+        self, params: Mapping[Any, Any], *, running: Literal["continue", "finish", "abort"] = "continue",
+        partial: bool = False, donate: bool = False,
+    ) -> WeightsUpdate:
+        """Replace the weights by others of the same shapes and dtypes; see `LLM.update_weights`.
+
+        Args:
+            running: what requests do that are running now: "continue" with the new weights from the next step on,
+                "finish" with the old ones, while new requests wait, or "abort". Their outputs' `weight_versions` say
+                which weights made which tokens.
 
         Raises:
             ConfigError: the tree, a shape or a dtype differs.
             EngineDeadError: the engine has ended.
         """
-        await self._call(lambda engine: engine.update_weights(params))
+        if running not in ("continue", "finish", "abort"):
+            raise ConfigError('running must be "continue", "finish" or "abort"')
+
+        def update(engine: Engine) -> WeightsUpdate:
+            return engine.update_weights(params, partial=partial, donate=donate)
+
+        if running != "finish":
+            if running == "abort":
+                for name in list(self._keys):
+                    await self.abort(name)
+            updated: WeightsUpdate = await self._call(update)
+            return updated
+        while self._gate is not None:  # another update waits already
+            await asyncio.shield(self._gate)
+        self._gate = asyncio.get_running_loop().create_future()
+        try:
+            while self._num_live:
+                self._idle = asyncio.get_running_loop().create_future()
+                await self._idle
+            updated = await self._call(update)
+            return updated
+        finally:
+            self._gate.set_result(None)
+            self._gate = None
+
+    async def sleep(self) -> None:
+        """Give the memory of the KV pool back until `wake_up`; see `LLM.sleep`.
+
+        Raises:
+            RequestError: requests are running.
+        """
+        await self._call(lambda engine: engine.sleep())
+
+    async def wake_up(self) -> None:
+        """Make the KV pool again; nothing is compiled."""
+        await self._call(lambda engine: engine.wake_up())
+
+    @contextlib.asynccontextmanager
+    async def asleep(self) -> AsyncGenerator[None, None]:
+        """`sleep` inside, `wake_up` at the end."""
+        await self.sleep()
+        try:
+            yield
+        finally:
+            await self.wake_up()
 
     async def _call(self, action: Callable[[Engine], Any]) -> Any:
         call = EngineCall(action)

@@ -13,6 +13,7 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, RequestError
 from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo, EngineOutputs, EngineRequest, EngineStats, PoolState, TokenDelta
+from jaxpaged.core.outputs import WeightsUpdate
 from jaxpaged.engine.beam_search import BeamSearches
 from jaxpaged.engine.in_memory import InMemoryModel
 from jaxpaged.engine.startup import prepare
@@ -87,6 +88,7 @@ class Engine:
         self._stats = EngineStats(blocks_total=self._pool.num_usable, compilations=self._runner.num_compiled)
         self._busy_since: float | None = None
         self._shares_weights = model is not None  # with code that may donate or delete them
+        self._asleep = False
         self.broken = False
 
     @property
@@ -113,6 +115,8 @@ class Engine:
         """
         if self._scheduler.is_live(request.request_id) or self._beams.is_live(request.request_id):
             raise RequestError("a request with this id is already running", param="request_id")
+        if self._asleep:
+            raise RequestError("the engine is asleep; call wake_up first")
         if not request.prompt_token_ids:
             raise RequestError("the prompt has no tokens", param="prompt")
         self._context.resolve_max_tokens(len(request.prompt_token_ids), request.max_tokens)
@@ -155,13 +159,15 @@ class Engine:
         if dispatched is None and self._in_flight is None and not self._undelivered:
             self._structured_outputs.wait_for_mask(_MASK_WAIT_SECONDS)  # requests can wait for nothing else
         deltas, self._undelivered = self._undelivered, []
+        version = self._runner.weights_version
         if self._in_flight is not None:
+            version = self._in_flight.weights_version
             deltas += self._with_beams(self._collect(self._in_flight))
         self._in_flight = dispatched
         stats = self.stats()
         self._stats = dataclasses.replace(self._stats, step_seconds=(), step_tokens=())
         self.broken = False
-        return EngineOutputs(tuple(deltas), stats)
+        return EngineOutputs(tuple(deltas), stats, weights_version=version)
 
     def stats(self) -> EngineStats:
         """The engine's state now."""
@@ -186,15 +192,45 @@ class Engine:
         swapped = self._host.num_used if self._host is not None else 0
         return PoolState(self._pool.state_codes(), swapped, self._pool.group_codes())
 
-    def update_weights(self, params: Mapping[Any, Any]) -> None:
-        """Use other weights from the next step on.
+    def update_weights(
+        self, params: Mapping[Any, Any], *, partial: bool = False, donate: bool = False
+    ) -> WeightsUpdate:
+        """Use other weights from the next step on, in running requests too.
+
+        Args:
+            partial: weights that are missing stay.
+            donate: the given arrays are not needed any more.
 
         Raises:
             ConfigError: the tree, a shape or a dtype is not that of the loaded weights; it names what differs.
         """
-        self._runner.replace_params(params)
+        began = time.monotonic()
+        moved = self._runner.replace_params(params, partial=partial, donate=donate)
         self._shares_weights = True
         self.reset_prefix_cache()
+        return WeightsUpdate(self._runner.weights_version, moved, time.monotonic() - began)
+
+    def sleep(self) -> None:
+        """Give the memory of the KV pool back until `wake_up`; weights and programs stay.
+
+        Raises:
+            RequestError: requests are running.
+        """
+        if self._scheduler.has_unfinished() or self._undelivered:
+            raise RequestError("requests are running; wait for them or abort them before sleep")
+        if self._in_flight is not None:  # of requests that have ended meanwhile
+            self._collect(self._in_flight)
+            self._in_flight = None
+        if not self._asleep:
+            self.reset_prefix_cache()
+            self._runner.free_pools()
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        """Make the KV pool again; nothing is compiled."""
+        if self._asleep:
+            self._runner.make_pools()
+        self._asleep = False
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks: later requests share nothing that has been computed so far."""
@@ -220,7 +256,7 @@ class Engine:
             deltas += self._with_beams(self._collect(self._in_flight))
             self._in_flight = None
         deltas += self._with_beams(self._scheduler.abort(self._scheduler.live_ids(), error))
-        return EngineOutputs(tuple(deltas), self.stats())
+        return EngineOutputs(tuple(deltas), self.stats(), weights_version=self._runner.weights_version)
 
     def _collect(self, running: StepInFlight) -> list[TokenDelta]:
         sampled = running.sampled()

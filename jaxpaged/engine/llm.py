@@ -5,7 +5,8 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from jaxpaged.core.errors import (
     first_line,
 )
 from jaxpaged.core.messages import EngineInfo
-from jaxpaged.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from jaxpaged.core.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, WeightsUpdate
 from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.engine.batches import Prompt, in_prompt, params_of, prompts_of
 from jaxpaged.engine.engine import Engine
@@ -159,14 +160,46 @@ class LLM:
         """The weights on the device, as the nested dict that `update_weights` takes. They must not be donated."""
         return self._live_engine().get_params()
 
-    def update_weights(self, params: Mapping[Any, Any]) -> None:
+    def update_weights(
+        self, params: Mapping[Any, Any], *, partial: bool = False, donate: bool = False
+    ) -> WeightsUpdate:
         """Replace the weights by others of the same shapes and dtypes, from the next request on.
+
+        Arrays that lie where the engine has its weights are used in place; others, such as those sharded over another
+        mesh, are moved. Nothing is compiled.
+
+        Args:
+            params: nested dicts, or an `nnx.State`.
+            partial: weights that are missing stay as they are.
+            donate: the caller needs the arrays no more: those that have to be moved are freed.
 
         Raises:
             ConfigError: the tree, a shape or a dtype differs; the text names what.
         """
         with self._lock, DeferredInterrupts(), without_caller_contexts():
-            self._live_engine().update_weights(params)
+            return self._live_engine().update_weights(params, partial=partial, donate=donate)
+
+    def sleep(self) -> None:
+        """Give the memory of the KV pool back to the process until `wake_up`; cached prefixes are dropped.
+
+        On a GPU it goes back to JAX's allocator, which this process shares; weights and programs stay.
+        """
+        with self._lock, DeferredInterrupts(), without_caller_contexts():
+            self._live_engine().sleep()
+
+    def wake_up(self) -> None:
+        """Make the KV pool again; nothing is compiled."""
+        with self._lock, DeferredInterrupts(), without_caller_contexts():
+            self._live_engine().wake_up()
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """`sleep` inside, `wake_up` at the end."""
+        self.sleep()
+        try:
+            yield
+        finally:
+            self.wake_up()
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes, so that later requests share nothing computed so far; always succeeds."""

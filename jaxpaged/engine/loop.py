@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from jaxpaged.core.errors import RequestError
@@ -71,5 +72,5 @@ def run_engine_loop(
         outputs = engine.step() if engine.has_work() else EngineOutputs((), engine.stats())
         if refused or describe:
             pool = engine.pool_state() if describe else None
-            outputs = EngineOutputs((*refused, *outputs.deltas), outputs.stats, pool)
+            outputs = replace(outputs, deltas=(*refused, *outputs.deltas), pool=pool)
         send(outputs)

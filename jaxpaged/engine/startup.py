@@ -105,8 +105,9 @@ def _prepare(
     params = _load_and_compile(model, layout.definition, programs, lazily=config.enforce_eager)
     if on_cpu:
         return_free_memory()
-    pools = layout.cache.allocate(layout.memory.num_blocks, programs.placement.sharding, *[_settle] * on_cpu)
-    runner = ModelRunner(programs, params, pools, layout.shape, stored=layout.definition.stored)
+    make_pools = partial(layout.cache.allocate, layout.memory.num_blocks, programs.placement.sharding,
+                         *[_settle] * on_cpu)
+    runner = ModelRunner(programs, params, make_pools, layout.shape, stored=layout.definition.stored)
     info = EngineInfo(
         model=config.model,
         architecture=model.config.architecture,

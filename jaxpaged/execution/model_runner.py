@@ -1,6 +1,6 @@
 """Runs scheduled steps on the device; owns the weights, the pools and the slots' state there."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,16 @@ from jaxpaged.core.messages import TokenLogprobs
 from jaxpaged.execution.host_blocks import HostBlocks
 from jaxpaged.execution.logit_processors import neutral_allowed, neutral_processors, processors_of
 from jaxpaged.execution.logprobs import unpack_row
-from jaxpaged.execution.params import check_params, leaf_names, placed, plain_tree
+from jaxpaged.execution.params import (
+    addresses,
+    bytes_moved,
+    check_params,
+    leaf_names,
+    merged,
+    part_of,
+    placed,
+    plain_tree,
+)
 from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.prompt_scores import ChunkPart, HiddenRows, ScoredRows, parts_of, runs_of, wants_states
 from jaxpaged.execution.sampler import state_of
@@ -41,6 +50,7 @@ class StepInFlight:
     ids: jax.Array | None
     logprobs: jax.Array | None = None
     scored: tuple[ScoredRows | HiddenRows, ...] = ()
+    weights_version: int = 0
 
     def is_ready(self) -> bool:
         last = self.ids if self.ids is not None else self.scored[-1].array if self.scored else None
@@ -83,15 +93,18 @@ class ModelRunner:
     Args:
         programs: the compiled set.
         params: the weights on their devices.
-        pools: zeroed pools on their devices; the runner owns them from now on.
+        make_pools: makes zeroed pools on their devices.
         stored: shapes of the weights as checkpoints have them.
+
+    Attributes:
+        weights_version: number of times that weights have been replaced.
     """
 
     def __init__(
         self,
         programs: ProgramSet,
         params: Params,
-        pools: Pools,
+        make_pools: Callable[[], Pools],
         shape: StepShape,
         *,
         stored: Params | None = None,
@@ -101,7 +114,9 @@ class ModelRunner:
         self._shape = shape
         self._stored = params if stored is None else stored
         slots = shape.max_num_seqs + 1
-        self._pools = pools
+        self.weights_version = 0
+        self._make_pools = make_pools
+        self._pools = make_pools()
         self._host = HostBlocks(programs, programs.host_memory_kind)
         everywhere = programs.placement.sharding()
         self._block_table = jnp.zeros(programs.shapes.table.shape, jnp.int32, device=everywhere)
@@ -146,7 +161,7 @@ class ModelRunner:
         if any([chunk.scoring for chunk in step.chunks]):
             step, scored = self._score(step)
         if not step.chunks:
-            return StepInFlight(whole, whole.num_tokens, None, scored=tuple(scored))
+            return StepInFlight(whole, whole.num_tokens, None, None, tuple(scored), self.weights_version)
         size = shape.size_for(step.num_tokens, step.num_sampled)
         buffer = pad_step(step, size=size, num_samples=shape.samples_of(size), null_slot=shape.max_num_seqs,
                           block_size=shape.block_size, units=self._programs.shapes.units)
@@ -164,18 +179,39 @@ class ModelRunner:
             ids, self._last_id = self._programs.get(("sample", shape.samples_of(size)))(
                 self._sampling, self._last_id, logits, slot, position
             )
-        return StepInFlight(whole, max(size, whole.num_tokens), ids, logprobs, tuple(scored))
+        return StepInFlight(whole, max(size, whole.num_tokens), ids, logprobs, tuple(scored), self.weights_version)
 
-    def replace_params(self, params: Mapping[Any, Any]) -> None:
+    def replace_params(self, params: Mapping[Any, Any], *, partial: bool = False, donate: bool = False) -> int:
         """Use other weights from the next step on.
+
+        Args:
+            partial: weights that are missing stay.
+            donate: the given arrays are not needed any more.
+
+        Returns:
+            Bytes that had to be moved.
 
         Raises:
             ConfigError: the tree, a shape or a dtype differs from the loaded weights'.
         """
-        params = plain_tree(params)
-        check_params(params, self._stored, self._programs.params, what="the new weights",
-                     hint=self._programs.quant_hint)
-        self._params = placed(params, self._programs.params, self._programs.axes, self._programs.placement)
+        programs, params = self._programs, plain_tree(params)
+        stored, held, axes = self._stored, programs.params, programs.axes
+        if partial:
+            stored, held, axes = part_of(stored, params), part_of(held, params), part_of(axes, params)
+        check_params(params, stored, held, what="the new weights", hint=programs.quant_hint)
+        given = addresses(params)
+        new = placed(params, held, axes, programs.placement, donate=donate)
+        self._params = merged(self._params, new) if partial else new
+        self.weights_version += 1
+        return bytes_moved(given, new)
+
+    def free_pools(self) -> None:
+        """Give the memory of the pools back; nothing may be dispatched until `make_pools`."""
+        jax.tree.map(lambda leaf: leaf.delete(), self._pools)
+
+    def make_pools(self) -> None:
+        """Make the pools again, zeroed."""
+        self._pools = self._make_pools()
 
     def deleted_weight(self) -> str | None:
         """The name of a weight whose memory is gone, as after it was donated elsewhere; None if all are there."""

@@ -58,6 +58,30 @@ def check_params(params: Params, *wanted: Params, what: str, hint: str = "", but
     raise ConfigError("\n  ".join([f"{what} differ from the model's{hint}:", *listed]))
 
 
+def part_of(tree: Mapping[Any, Any], params: Mapping[Any, Any]) -> Params:
+    """A tree cut to the keys of another one; keys that only that one has are left out."""
+    both = {key: (tree[key], value) for key, value in params.items() if key in tree}
+    return {key: part_of(*pair) if all(isinstance(item, Mapping) for item in pair) else pair[0]
+            for key, pair in both.items()}
+
+
+def merged(tree: Mapping[Any, Any], params: Mapping[Any, Any]) -> Params:
+    """A tree with some leaves replaced."""
+    return {**tree, **{key: merged(tree[key], value) if isinstance(value, Mapping) else value
+                       for key, value in params.items()}}
+
+
+def bytes_moved(before: Mapping[tuple[int, int], int], params: Params) -> int:
+    """Bytes of the shards of some arrays that are not where others were, whose `addresses` are given."""
+    return sum(size for address, size in addresses(params).items() if address not in before)
+
+
+def addresses(params: Params) -> dict[tuple[int, int], int]:
+    """The bytes of every shard, by its device and address."""
+    return {(shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+            for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) for shard in leaf.addressable_shards}
+
+
 def _differences(params: Params, wanted: Params, but_dtypes: bool) -> list[str]:
     given, needed = dict(leaf_names(params)), dict(leaf_names(wanted))
     found = [f"{name} is missing" for name in needed.keys() - given.keys()]
@@ -75,20 +99,27 @@ def _differences(params: Params, wanted: Params, but_dtypes: bool) -> list[str]:
     return sorted(found)
 
 
-def placed(params: Mapping[Any, Any], shapes: Params, axes: Params, placement: Placement) -> Params:
+def placed(
+    params: Mapping[Any, Any], shapes: Params, axes: Params, placement: Placement, *, donate: bool = False
+) -> Params:
     """Weights on their devices; those already there stay, host arrays are copied.
 
     Args:
         params: each as stored, or as the devices hold it.
         shapes: shape and sharding of each, in a tree like `params`; padding for the mesh is zeros.
         axes: of each.
+        donate: arrays that have to be moved are freed.
     """
     def place(leaf: Any, shape: Any, names: ParamAxes) -> jax.Array:
-        if placement.mesh is None:
-            # On CPU JAX would use the numpy array's memory, and its owner may still write to it.
-            return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.array(leaf), shape.sharding)
         if isinstance(leaf, jax.Array) and leaf.shape == shape.shape:
-            return jax.device_put(leaf, shape.sharding)
-        return placement.put(np.asarray(leaf), shape, names)
+            found = jax.device_put(leaf, shape.sharding)
+        elif placement.mesh is None:
+            # On CPU JAX would use the numpy array's memory, and its owner may still write to it.
+            found = jax.device_put(np.array(leaf), shape.sharding)
+        else:
+            found = placement.put(np.asarray(leaf), shape, names)
+        if donate and isinstance(leaf, jax.Array) and not set(addresses({0: found})) & set(addresses({0: leaf})):
+            leaf.delete()
+        return found
 
     return dict(jax.tree.map(place, params, shapes, axes))

@@ -128,7 +128,7 @@ class Front:
         An output with finish_reason "error" does not say why: the log does.
         """
         self.metrics.record_stats(outputs.stats)
-        done = self._outputs.process(outputs.deltas, now)
+        done = self._outputs.process(outputs.deltas, now, outputs.weights_version)
         self.metrics.record_outputs(done, now)
         for request_id, reason in done.errors.items():
             logger.error("request %s has ended with an error: %s", request_id, reason)

@@ -129,11 +129,14 @@ class OutputProcessor:
             self._forget(self._requests[request_id])
         return running
 
-    def process(self, deltas: Iterable[TokenDelta], now: float | None = None) -> ProcessedOutputs:
+    def process(
+        self, deltas: Iterable[TokenDelta], now: float | None = None, weights_version: int = 0
+    ) -> ProcessedOutputs:
         """Add what the engine has generated; deltas of unknown or finished sequences are ignored.
 
         Args:
             now: seconds of `time.monotonic()`; None for the present.
+            weights_version: of the weights that made the tokens.
         """
         now = time.monotonic() if now is None else now
         done = ProcessedOutputs()
@@ -143,6 +146,8 @@ class OutputProcessor:
             if request is None or choice is None or choice.finish_reason is not None:
                 continue
             changed[request.request_id] = request
+            if weights_version != choice.weights_version:
+                choice.begin_weights(weights_version)
             try:
                 self._add_delta(request, choice, delta, now, done)
             except Exception as error:  # whatever it is, only this request may fail
@@ -274,6 +279,7 @@ class _Choice:
         num_preemptions: number of times that the engine has preempted it.
         finish_reason: None while it runs.
         has_new_output: whether something has come since the last output.
+        weights_version: of the weights that made its newest tokens.
     """
 
     def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
@@ -303,6 +309,13 @@ class _Choice:
         self._packed = PackedLogprobs() if lazy_logprobs else None  # instead
         self._text_offsets: list[int] = []
         self.has_new_output = False
+        self.weights_version = -1
+        self._weight_versions: tuple[tuple[int, int], ...] = ()
+
+    def begin_weights(self, version: int) -> None:
+        """Further tokens are made by these weights."""
+        self.weights_version = version
+        self._weight_versions += ((self.num_tokens, version),)
 
     def add_delta(self, delta: TokenDelta) -> None:
         """Add the engine's newest tokens."""
@@ -395,7 +408,7 @@ class _Choice:
         """Everything so far if `whole`, else what is new since the last call."""
         text = "".join(self._texts)
         output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
-                                  stop_reason=self._stop_reason)
+                                  stop_reason=self._stop_reason, weight_versions=self._weight_versions)
         if self._wants_logprobs:
             output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=self._entries(),
                              text_offsets=tuple(self._text_offsets))

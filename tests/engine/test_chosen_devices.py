@@ -36,6 +36,13 @@ def test_weights_and_pages_lie_where_they_should(results: dict[str, Any], name: 
         assert found["copied"] == (name != "pair on 5"), "weights were copied, or were not"
 
 
+@pytest.mark.parametrize(("name", "devices"), [("trained, to 3", [3]), ("trained, to 6 and 7", [6, 7])])
+def test_weights_of_a_training_mesh_are_resharded(results: dict[str, Any], name: str, devices: list[int]) -> None:
+    found = results[name]
+    assert found["weights"] == devices and found["moved"] and found["freed"]
+    assert Reference(CONFIG, random_weights()).error(PROMPT, found["ids"], 6) is None
+
+
 @pytest.mark.parametrize(("name", "text"), [
     ("both", "give devices or mesh, not both"),
     ("contradicting", "tensor_parallel_size=2 needs 2 devices, and 3 were given"), ("twice", "given twice"),

@@ -320,7 +320,7 @@ def test_a_model_in_memory_runs_on_its_own_weights() -> None:
         assert second.outputs[0].token_ids != first.outputs[0].token_ids
         llm.update_weights(params)
         [third] = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-        assert third.outputs == first.outputs
+        assert ids_of([third]) == ids_of([first])
         with pytest.raises(RequestError, match="no tokenizer"):
             llm.generate("text", GREEDY, use_tqdm=False)
         with pytest.raises(RequestError, match="without a tokenizer"):

@@ -49,6 +49,25 @@ def main(folder: str) -> None:
         with jax.default_device(devices[6]):
             return run(folder)
 
+    def updated(**arguments: Any) -> dict[str, Any]:
+        """From weights that a training mesh of four by two has, each leaf cut along its axes where they divide."""
+        mesh = Mesh(np.array(devices).reshape(4, 2), ("fsdp", "tensor"))
+
+        def spread(leaf: jax.Array) -> jax.Array:
+            names = [name if size % mesh.shape[name] == 0 else None
+                     for size, name in zip(leaf.shape, ("fsdp", "tensor"), strict=False)]
+            return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*names)))
+
+        training = jax.tree.map(spread, params)
+        llm = LLM((module, jax.tree.map(np.zeros_like, params)), **ENGINE_ARGS | {"cpu_attention": "xla"} | arguments)
+        open_llms.append(llm)
+        update = llm.update_weights(training, donate=True)
+        assert llm._engine is not None
+        weights = jax.tree.leaves(llm._engine.params)
+        return {"ids": list(llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].token_ids),
+                "weights": sorted({device.id for leaf in weights for device in leaf.sharding.device_set}),
+                "moved": update.bytes_copied, "freed": all(leaf.is_deleted() for leaf in jax.tree.leaves(training))}
+
     on_five = jax.device_put(params, devices[5])
     cases: dict[str, Callable[[], Any]] = {
         "plain": lambda: run(folder),
@@ -59,6 +78,8 @@ def main(folder: str) -> None:
         "mesh of 7 and 4": lambda: run(folder, mesh=Mesh(np.array(devices)[[7, 4]], ("model",))),
         "sharded over 4 and 5": lambda: run((module, on(4, 5)), tensor_parallel_size=2),
         "over 4 and 5, on one": lambda: run((module, on(4, 5))),
+        "trained, to 3": lambda: updated(devices=[devices[3]]),
+        "trained, to 6 and 7": lambda: updated(devices=devices[6:]),
         "both": lambda: run(folder, devices=devices[:1], mesh=Mesh(np.array(devices), ("x",))),
         "contradicting": lambda: run(folder, devices=devices[:3], tensor_parallel_size=2),
         "twice": lambda: run(folder, devices=[devices[1]] * 2),
