@@ -6,8 +6,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxpaged import LLM
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.kv_groups import KVGroup
 from jaxpaged.core.messages import EngineRequest
@@ -165,6 +167,33 @@ def test_a_prefix_is_reused_although_its_windows_have_moved_on(engines: Any) -> 
     assert computed == 100 + 19 and REFERENCE.error(prompt, ids["third"], 20) is None
 
 
+def naive_beams(prompt: Sequence[int], width: int, length: int) -> list[tuple[float, list[int]]]:
+    """The beams of a search that nothing ends before `length` tokens, with their log probabilities, by float64."""
+    beams = [(0.0, list[int]())]
+    for _ in range(length):
+        found = []
+        for total, ids in beams:
+            logits = REFERENCE.logits([*prompt, *ids], 1)[0]
+            logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+            found += [(total + logprobs[token], [*ids, int(token)]) for token in np.argsort(-logprobs)[:width]]
+        beams = sorted(found, key=lambda beam: -beam[0])[:width]
+    return beams
+
+
+@pytest.mark.parametrize("how", [{}, {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 7}], ids=str)
+def test_beams_fork_in_every_group(model: tuple[Transformer, dict[Any, Any]], how: dict[str, Any]) -> None:
+    """Also where they are preempted for one another; a second search finds the first one's prefix."""
+    prompt = random_prompt(57, 4)
+    wanted = naive_beams(prompt, 3, 24)
+    with LLM(model=model, **ENGINE_ARGS | ROOMY | how) as llm:
+        for _ in range(2):
+            [output] = llm.beam_search([prompt], beam_width=3, max_tokens=24, ignore_eos=True, use_tqdm=False)
+            assert [choice.cumulative_logprob for choice in output.outputs] == pytest.approx(
+                [total for total, _ in wanted], abs=2e-3)
+            assert [list(choice.token_ids) for choice in output.outputs] == [ids for _, ids in wanted]
+        assert how or output.num_cached_tokens == 48
+
+
 @pytest.mark.slow
 def test_two_devices_share_a_model_of_three_groups(tmp_path: Path) -> None:
     """Prefix hits, forks, and a pool so small that requests are swapped; each device has half of every unit."""
@@ -203,7 +232,7 @@ def test_a_request_never_holds_more_than_its_windows_and_a_chunk(engines: Any) -
 @pytest.mark.parametrize(("family", "changes", "full"), [
     ("Mistral", {}, 0), ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}, (32768 + 32) // 16)])
 def test_32k_tokens_in_a_window_of_4k(tmp_path: Path, family: str, changes: dict[str, Any], full: int) -> None:
-    """Every layer has the window, or one of two: the pool has room for no more than they need."""
+    """Every layer has the window, or one of two: the pool has room for no more than they need; all ids are right."""
     config = CONFIG | {"model_type": family.lower(), "architectures": [f"{family}ForCausalLM"], "sliding_window": 4096,
                        "max_position_embeddings": 32768 + 64} | changes
     group, budget = KVGroup(4096), 256
@@ -217,7 +246,9 @@ def test_32k_tokens_in_a_window_of_4k(tmp_path: Path, family: str, changes: dict
         ids += [token for delta in engine.step().deltas for token in delta.token_ids]
         most = max(most, engine.stats().blocks_used)
     engine.shutdown()
-    assert len(ids) == 32 and most <= blocks
+    assert most <= blocks
+    windows = (None, 4096) if full else (4096, 4096)
+    assert Reference(config, random_weights(config), windows=windows).error(prompt, ids, 32) is None
 
 
 def test_the_engine_says_which_group_uses_which_blocks(engines: Any) -> None:

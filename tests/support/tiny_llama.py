@@ -85,26 +85,28 @@ class Reference:
     stored: Callable[[np.ndarray], np.ndarray] = np.asarray  # what comes back of keys and values [T, K, H]
     windows: Sequence[int | None] = ()  # of each layer; none has one if empty
 
-    def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """[T, V]: after each token, what may follow."""
+    def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+        """[T, V]: after each token, or the `last` ones, what may follow; what those do not need is not computed."""
         config, count = self.config, len(tokens)
+        layers = range(config["num_hidden_layers"])
         heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        x = self._weight("model.embed_tokens")[list(tokens)]
-        angle = np.arange(count)[:, None] * config["rope_theta"] ** (-np.arange(0, size, 2) / size)
-        turn = np.exp(1j * angle)[:, None]
-        distance = np.arange(count)[:, None] - np.arange(count)
-        for layer in range(config["num_hidden_layers"]):
+        windows = self.windows or [None] * len(layers)
+        starts = [count - (last or count)]  # the first row that each layer needs, and that the head needs
+        for window in reversed(windows):
+            starts.insert(0, 0 if window is None else max(0, starts[0] - window + 1))
+        x = self._weight("model.embed_tokens")[list(tokens[starts[0] :])]
+        for layer, window, begin, out in zip(layers, windows, starts, starts[1:], strict=False):
             name = f"model.layers.{layer}."
+            angle = np.arange(begin, count)[:, None] * config["rope_theta"] ** (-np.arange(0, size, 2) / size)
+            turn = np.exp(1j * angle)[:, None]
             y = self._norm(x, name + "input_layernorm")
-            q, k, v = (self._product(y, f"{name}self_attn.{part}_proj").reshape(count, -1, size) for part in "qkv")
-            q, k = _rotate(q, turn), _rotate(k, turn)
+            q, k, v = (self._product(y, f"{name}self_attn.{part}_proj").reshape(count - begin, -1, size)
+                       for part in "qkv")
+            q, k = _rotate(q, turn)[out - begin :], _rotate(k, turn)
             k, v = (np.repeat(self.stored(part), heads // kv_heads, axis=1) for part in (k, v))
-            window = self.windows[layer] if self.windows else None
-            seen = (distance >= 0) & (distance < (window or count))
-            scores = np.where(seen, np.einsum("qnh,knh->nqk", q, k) * size**-0.5, -np.inf)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
-            mixed = np.einsum("nqk,knh->qnh", weights, v).reshape(count, -1)
+            x = x[out - begin :]
+            mixed = np.concatenate([_attend(q[first : first + _ROWS], k, v, out - begin + first, window)
+                                    for first in range(0, count - out, _ROWS)])
             x = x + mixed @ self._weight(name + "self_attn.o_proj").T
             y = self._norm(x, name + "post_attention_layernorm")
             gate, up = (y @ self._weight(f"{name}mlp.{part}_proj").T for part in ("gate", "up"))
@@ -118,7 +120,7 @@ class Reference:
         Args:
             length: the expected number of them, if generation has ended.
         """
-        logits = self.logits([*prompt, *ids])[len(prompt) - 1 : len(prompt) - 1 + (length or len(ids))]
+        logits = self.logits([*prompt, *ids], len(ids) + 1)[: length or len(ids)]
         best = np.sort(logits, axis=-1)
         return compare_ids(ids, logits.argmax(axis=-1).tolist(), (best[:, -1] - best[:, -2]).tolist())
 
@@ -131,6 +133,19 @@ class Reference:
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         mean = np.mean(x * x, axis=-1, keepdims=True)
         return x / np.sqrt(mean + self.config["rms_norm_eps"]) * self._weight(name)
+
+
+_ROWS = 256  # of queries at a time, which bounds the memory
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int | None) -> np.ndarray:
+    """[T, N * H]: T queries [T, N, H], of which the first is that of key `first`, over keys and values [S, N, H]."""
+    distance = np.arange(first, first + len(q))[:, None] - np.arange(len(k))
+    seen = (distance >= 0) & (distance < (window or len(k)))
+    scores = np.where(seen, np.einsum("qnh,knh->nqk", q, k) * q.shape[-1] ** -0.5, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.asarray(np.einsum("nqk,knh->qnh", weights, v).reshape(len(q), -1))
 
 
 def _rotate(x: np.ndarray, turn: np.ndarray) -> np.ndarray:
