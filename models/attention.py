@@ -5,6 +5,7 @@ Axis letters: T tokens, D model, N query heads, K kv heads, H head dim.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxpaged.models.config import AttentionSpec
@@ -81,7 +82,7 @@ class Attention(nnx.Module):
         """Of the `heads` query heads that this device has."""
         slopes = None
         if self.alibi_heads:
-            slopes = jnp.asarray(alibi_slopes(self.alibi_heads))
+            slopes = jnp.asarray(alibi_slopes(self.alibi_heads) * np.float32(self.spec.alibi_scale))
             if self.axis is not None:
                 slopes = jax.lax.dynamic_slice_in_dim(slopes, jax.lax.axis_index(self.axis) * heads, heads)
         return HeadBias(slopes, None if self.sinks is None else self.sinks[...].astype(jnp.float32))

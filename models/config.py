@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxpaged.core.kv_groups import KVLayout, make_layout
 from jaxpaged.models.quantization import DENSE, QuantScheme
 
-NormPlacement = Literal["before", "after", "both", "parallel", "parallel_separate"]
+NormPlacement = Literal["before", "after", "both", "after_residual", "parallel", "parallel_separate"]
 # Over the numbers of each head, with a scale [H] for all or one [N, H] for each; or over all heads' together, [N * H].
 QKNorm = Literal["head", "each head", "all heads"]
 
@@ -64,7 +64,7 @@ class AttentionSpec:
         qk_norm: norm of queries and keys before they are rotated: see `QKNorm`.
         query_growth: (b, n): queries are multiplied by 1 + b * ln(1 + floor(position / n)).
         scale, window, softcap: see `AttentionRule`; scale None is H ** -0.5.
-        alibi: a bias that grows with distance (Press et al., 2022).
+        alibi, alibi_scale: a bias that grows with distance (Press et al., 2022), and a factor on its slopes.
         sinks: a learned logit per head that takes weight and gives no value (gpt-oss).
     """
 
@@ -81,6 +81,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     alibi: bool = False
+    alibi_scale: float = 1.0
     sinks: bool = False
 
 
@@ -111,8 +112,9 @@ class LayerSpec:
     """One layer: a mixer, which moves information between tokens, then an MLP, both added to the residual.
 
     Attributes:
-        norms: where they are: before each of the two, after each (before it is added), both; or "parallel": mixer
-            and MLP read the same normed input ("parallel_separate": each normed by its own), and are added together.
+        norms: where they are: before each of the two, after each (before it is added), both; "after_residual", of the
+            sum, after each is added, as in the first Transformer; or "parallel": mixer and MLP read the same normed
+            input ("parallel_separate": each normed by its own), and are added together.
         residual_scale: factor on what mixer and MLP add.
     """
 
@@ -128,8 +130,12 @@ class ModelConfig:
     """A decoder: embedding, layers, norm, head.
 
     Attributes:
-        norm: the norm before the head.
+        norm: the norm before the head, if there is one.
+        max_stretched_len: the longest context that can be asked for, where it is longer than `max_model_len`.
         learned_positions: rows of a table of position embeddings that is added to the token's; 0: none.
+        position_offset: the row of the first position.
+        embedding_dim: of embeddings, where these are projected to D, and what the head reads is projected back.
+        normalized_head: each row of the head is divided by its length when it is loaded.
         embedding_scale: factor on embeddings, rounded to the dtype of the weights.
         logit_scale, logit_softcap: logits times the one, then bounded by c * tanh(x / c) with the other.
         eos_token_ids: ids that end a text.
@@ -142,9 +148,13 @@ class ModelConfig:
     vocab_size: int
     max_model_len: int
     layers: tuple[LayerSpec, ...]
-    norm: NormSpec = NormSpec()
+    norm: NormSpec | None = NormSpec()
+    max_stretched_len: int | None = None
     tie_embeddings: bool = False
     learned_positions: int = 0
+    position_offset: int = 0
+    embedding_dim: int | None = None
+    normalized_head: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None

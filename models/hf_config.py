@@ -1,6 +1,6 @@
 """Read the fields that all families share from a checkpoint's config.json."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxpaged.models.rope_tables import context_length, rope_config
 
 # transformers' names of activations, and ours.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+               "gelu_fast": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
 
 _MAX_LAYERS = 10_000
@@ -28,10 +29,25 @@ def with_defaults(hf: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
     return defaults | given | {"architectures": defaults["architectures"]}
 
 
+def renamed_sizes(hf: dict[str, Any], names: Mapping[str, str], default: int | None = None) -> dict[str, Any]:
+    """A config.json with sizes under their usual names, too.
+
+    Args:
+        names: the usual name of each.
+        default: where the file has null.
+    """
+    return hf | {usual: size(hf, own, default) for own, usual in names.items()}
+
+
+# Of families in which each head of queries has one of keys, as wide as what the heads share out.
+MULTI_HEAD: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None}
+
+
 def common_config(
     hf: dict[str, Any], *, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None,
     layer: dict[str, Any] | None = None, rope: dict[str, Any] | None = None, norm: NormSpec | None = None,
-    windows: Sequence[int | None] = (), unrotated: Collection[int] = (), reads: Collection[str] = (), **changes: Any,
+    windows: Sequence[int | None] = (), rotated: bool = True, unrotated: Collection[int] = (),
+    reads: Collection[str] = (), **changes: Any,
 ) -> ModelConfig:
     """ModelConfig from the usual keys: equal Llama layers, but for what the family changes.
 
@@ -40,7 +56,8 @@ def common_config(
         attention, mlp, layer, rope: fields of `AttentionSpec`, `MLPSpec`, `LayerSpec` and `RopeConfig` that differ from
             Llama's.
         norm: of all layers, and before the head; by default Llama's.
-        unrotated: numbers of the layers whose queries and keys are not rotated.
+        rotated: whether queries and keys are rotated.
+        unrotated: numbers of the layers in which they are not.
         reads: keys of `config_checks.NEUTRAL` that the family reads itself.
         windows: the sliding window of each layer; empty: no layer has one.
         changes: fields of ModelConfig.
@@ -70,7 +87,7 @@ def common_config(
     partial = "partial_rotary_factor" in reads
 
     def rotary(index: int, kind: str) -> RopeConfig | None:
-        found = None if index in unrotated else rope_config(hf, kind, head_dim if partial else None)
+        found = None if index in unrotated or not rotated else rope_config(hf, kind, head_dim if partial else None)
         return replace(found, **rope or {}) if found else None
 
     layers = tuple(LayerSpec(replace(mixer, window=window, rope=rotary(index, kind)), dense, norm, **layer or {})
@@ -79,7 +96,7 @@ def common_config(
         "architecture": hf["architectures"][0],
         "model_dim": model_dim,
         "vocab_size": size(hf, "vocab_size"),
-        "max_model_len": _context(hf),
+        "max_model_len": _context(hf) if rotated else size(hf, "max_position_embeddings"),
         "layers": layers,
         "norm": norm,
         "tie_embeddings": flag(hf, "tie_word_embeddings"),

@@ -14,11 +14,14 @@ from jaxpaged.models import (
     cohere,
     cohere2,
     exaone4,
+    falcon,
     gemma,
     gemma2,
     gemma3,
     glm,
     glm4,
+    gpt2,
+    gpt_neox,
     granite,
     llama,
     ministral,
@@ -26,11 +29,13 @@ from jaxpaged.models import (
     mistral,
     olmo2,
     olmo3,
+    opt,
     phi3,
     qwen2,
     qwen3,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MeshAxes
@@ -126,6 +131,11 @@ FAMILIES = {
     "SeedOssForCausalLM": _family("Seed-OSS", seed_oss),
     "MinistralForCausalLM": _family("Ministral 8B", ministral, "those that layer_types names"),
     "Ministral3ForCausalLM": _family("Ministral 3, its text part", ministral3, "every layer"),
+    "Starcoder2ForCausalLM": _family("StarCoder2", starcoder2, "every layer"),
+    "GPT2LMHeadModel": _family("GPT-2, DistilGPT2", gpt2),
+    "GPTNeoXForCausalLM": _family("Pythia, GPT-NeoX", gpt_neox),
+    "FalconForCausalLM": _family("Falcon, Falcon 2", falcon),
+    "OPTForCausalLM": _family("OPT", opt),
 }
 
 
@@ -161,7 +171,8 @@ def find_family(hf: dict[str, Any]) -> ModelFamily:
             if family.model_type == model_type:
                 return family
         raise _unsupported(hf, f"the model type {model_type}")
-    served = (FAMILIES.get(name) or FAMILIES.get(f"{name.removesuffix('Model')}ForCausalLM") for name in names)
+    served = (FAMILIES.get(name) or FAMILIES.get(f"{name.removesuffix('Model')}ForCausalLM")
+              or FAMILIES.get(f"{name.removesuffix('Model')}LMHeadModel") for name in names)
     found = next((family for family in served if family), None)
     if found is None:
         raise _unsupported(hf, f"the architecture {', '.join(names)}")

@@ -33,10 +33,11 @@ class DecoderLayer(nnx.Module):
 
         self.attn_norm = norm("before", "both", "parallel", "parallel_separate")
         self.attn = MIXERS[type(spec.mixer)](spec.mixer, model_dim, dtype=dtype, rngs=rngs, axis=axis)
-        self.attn_post_norm = norm("after", "both")
+        self.attn_post_norm = norm("after", "both", "after_residual")
         self.mlp_norm = norm("before", "both", "parallel_separate")
         self.mlp = MLPS[type(spec.mlp)](spec.mlp, model_dim, dtype=dtype, rngs=rngs, axis=axis)
-        self.mlp_post_norm = norm("after", "both")
+        self.mlp_post_norm = norm("after", "both", "after_residual")
+        self.norms_sum = spec.norms == "after_residual"
         self.parallel = spec.norms.startswith("parallel")
         self.residual_scale = spec.residual_scale
 
@@ -46,8 +47,13 @@ class DecoderLayer(nnx.Module):
         y, pages = self.attn(normed, pages, meta)
         if self.parallel:
             return self._add_residual(x, y + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))), pages
-        x = self._add_residual(x, _apply(self.attn_post_norm, y))
-        return self._add_residual(x, _apply(self.mlp_post_norm, self.mlp(_apply(self.mlp_norm, x)))), pages
+        x = self._add_normed(x, y, self.attn_post_norm)
+        return self._add_normed(x, self.mlp(_apply(self.mlp_norm, x)), self.mlp_post_norm), pages
+
+    def _add_normed(self, x: jax.Array, y: jax.Array, norm: Norm | None) -> jax.Array:
+        if self.norms_sum:
+            return _apply(norm, self._add_residual(x, y))
+        return self._add_residual(x, _apply(norm, y))
 
     def _add_residual(self, x: jax.Array, y: jax.Array) -> jax.Array:
         return x + y if self.residual_scale == 1 else x + y * jnp.asarray(self.residual_scale, y.dtype)
@@ -70,14 +76,18 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None) -> None:
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.model_dim, dtype=dtype, rngs=rngs, axis=axis)
+        width, outer = config.model_dim, config.embedding_dim or config.model_dim
+        self.embed = Embedding(config.vocab_size, outer, dtype=dtype, rngs=rngs, axis=axis)
+        projects = config.embedding_dim is not None
+        self.project_in = Linear(outer, width, bias=False, dtype=dtype, rngs=rngs) if projects else None
+        self.project_out = Linear(width, outer, bias=False, dtype=dtype, rngs=rngs) if projects else None
         self.positions = (nnx.Param(jnp.zeros((config.learned_positions, config.model_dim), dtype))
                           if config.learned_positions else None)
         self.layers = nnx.List([DecoderLayer(spec, config.model_dim, dtype=dtype, rngs=rngs, axis=axis)
                                 for spec in config.layers])
-        self.norm = Norm(config.model_dim, config.norm, dtype=dtype)
+        self.norm = Norm(width, config.norm, dtype=dtype) if config.norm else None
         tied = config.tie_embeddings
-        self.head = None if tied else Linear(config.model_dim, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+        self.head = None if tied else Linear(outer, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, ids: jax.Array, sample_row: jax.Array, pools: Pools, meta: StepMetadata
@@ -94,7 +104,7 @@ class Transformer(nnx.Module):
             Logits [B, V] float32, or this device's columns of them, and the pools.
         """
         x, pools = self._layers(ids, pools, meta)
-        x = self.norm(x[sample_row])
+        x = self._before_head(x[sample_row])
         logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
@@ -105,14 +115,20 @@ class Transformer(nnx.Module):
     def hidden(self, ids: jax.Array, pools: Pools, meta: StepMetadata) -> tuple[jax.Array, Pools]:
         """As a step of `__call__`, with what the head would read of every row: [T, D] float32, and the pools."""
         x, pools = self._layers(ids, pools, meta)
-        return self.norm(x).astype(jnp.float32), pools
+        return self._before_head(x).astype(jnp.float32), pools
+
+    def _before_head(self, x: jax.Array) -> jax.Array:
+        x = _apply(self.norm, x)
+        return x if self.project_out is None else self.project_out(x)
 
     def _layers(self, ids: jax.Array, pools: Pools, meta: StepMetadata) -> tuple[jax.Array, Pools]:
         x = self.embed(ids)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        if self.project_in is not None:
+            x = self.project_in(x)
         if self.positions is not None:
-            x = x + self.positions[...][meta.position]
+            x = x + self.positions[...][meta.position + self.config.position_offset].astype(x.dtype)
         strips = list(pools)
         for index, (layer, strip) in enumerate(zip(self.layers, self.config.kv_layout.strips, strict=True)):
             graph, weights = nnx.split(layer)

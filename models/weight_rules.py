@@ -6,11 +6,11 @@ facts; each takes and returns a numpy array.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import AttentionSpec, ModelConfig
 from jaxpaged.models.quantization import WEIGHTS
 from jaxpaged.models.rotary import head_order
 
@@ -36,11 +36,15 @@ class TensorSlice:
         bounds: of a config and a layer, from where to where on each axis of the tensor; axes left out are whole.
         heads_axis: the axis with the numbers of heads of queries or keys. Their rotary pairs may lie otherwise in the
             checkpoint than here: see `head_order`.
+        other: another name that a checkpoint may have it by.
+        rows: of an attention spec, which rows of the tensor it takes, in which order; None: what `bounds` says.
     """
 
     tensor: str
     bounds: Bounds
     heads_axis: int | None = None
+    rows: Callable[[AttentionSpec], np.ndarray] | None = None
+    other: str | None = None
 
     def order(self, config: ModelConfig, layer: int) -> tuple[int, ...] | None:
         """Where each number of a head lies in the checkpoint; None: in the same place."""
@@ -65,6 +69,11 @@ class WeightRule:
     path: str
     transform: Transform
     axes: Axes = ()
+    transform_by_config: Callable[[ModelConfig], Transform] | None = None
+
+    def transform_of(self, config: ModelConfig) -> Transform:
+        """The transform for a model of this config."""
+        return self.transform_by_config(config) if self.transform_by_config else self.transform
 
     @property
     def sources(self) -> tuple[TensorSlice, ...]:
@@ -77,8 +86,8 @@ class WeightRule:
         """A rule for each tensor, as a parameter of its own that has a number after its path."""
         if not isinstance(self.tensor, tuple):
             return (self,)
-        return tuple(WeightRule(tensor, f"{self.path}.{index}", self.transform,
-                                tuple(name[index] if isinstance(name, tuple) else name for name in self.axes))
+        return tuple(replace(self, tensor=tensor, path=f"{self.path}.{index}",
+                             axes=tuple(name[index] if isinstance(name, tuple) else name for name in self.axes))
                      for index, tensor in enumerate(self.tensor))
 
     @property
@@ -109,6 +118,11 @@ def products(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tupl
             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
 
 
+def tensor_of(rules: Sequence[WeightRule], path: str) -> str:
+    """The tensor that one parameter is made from; empty without a rule."""
+    return next((source.tensor for rule in rules if rule.path == path for source in rule.sources), "")
+
+
 def numbered(template: str, layer: int, expert: int = 0) -> str:
     """A tensor's name or a parameter's path, with the numbers of its layer and expert."""
     return template.replace("{i}", str(layer)).replace("{e}", str(expert))
@@ -134,15 +148,53 @@ def fused_qkv(tensor: str) -> tuple[TensorSlice, ...]:
     return tuple(fused_part(tensor, names, index, None if index == 2 else 0) for index in range(3))
 
 
+def grouped_qkv(tensor: str) -> tuple[TensorSlice, ...]:
+    """Queries, keys and values of a tensor that has, for each head of keys, its queries, the key and the value."""
+    def rows(part: int) -> Callable[[AttentionSpec], np.ndarray]:
+        def of(spec: AttentionSpec) -> np.ndarray:
+            share = spec.num_heads // spec.num_kv_heads
+            all_rows = np.arange((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+            groups = all_rows.reshape(spec.num_kv_heads, share + 2, spec.head_dim)
+            return groups[:, (slice(share), slice(share, share + 1), slice(share + 1, share + 2))[part]].reshape(-1)
+
+        return of
+
+    return tuple(TensorSlice(tensor, whole, None if part == 2 else 0, rows(part)) for part in range(3))
+
+
 def with_rules(rules: Sequence[WeightRule], *more: WeightRule) -> tuple[WeightRule, ...]:
     """A table in which `more` take the place of rules of the same path."""
     return tuple({rule.path: rule for rule in (*rules, *more)}.values())
 
 
-def norms(**tensors: str) -> tuple[WeightRule, ...]:
+def norms(prefix: str = "model.layers.{i}.", **tensors: str) -> tuple[WeightRule, ...]:
     """Rules for norms of a layer, by what a layer's module calls them, and where the checkpoint has them."""
-    return tuple(WeightRule(f"model.layers.{{i}}.{tensor}.weight", f"layers.{{i}}.{name}.scale", as_is)
+    return tuple(WeightRule(f"{prefix}{tensor}.weight", f"layers.{{i}}.{name}.scale", as_is)
                  for name, tensor in tensors.items())
+
+
+def layer_norms(prefix: str, **tensors: str) -> tuple[WeightRule, ...]:
+    """As `norms`, with biases."""
+    return (*norms(prefix, **tensors), *(WeightRule(f"{prefix}{tensor}.bias", f"layers.{{i}}.{name}.bias", as_is)
+                                         for name, tensor in tensors.items()))
+
+
+def dense(
+    tensor: str, path: str, transform: Transform, axes: Axes, *, whole_bias: bool = False,
+    part: Callable[[str], tuple[TensorSlice, ...]] | None = None,
+) -> tuple[WeightRule, ...]:
+    """Rules for the weights and the bias of a product.
+
+    Args:
+        axes: of the weights, [in, out].
+        whole_bias: each device adds all of it, after the sum over devices.
+        part: what splits a fused tensor.
+    """
+    def source(kind: str) -> Source | tuple[Source, ...]:
+        return part(f"{tensor}.{kind}") if part else f"{tensor}.{kind}"
+
+    return (WeightRule(source("weight"), f"{path}.kernel", transform, axes),
+            WeightRule(source("bias"), f"{path}.bias", as_is, () if whole_bias else axes[1:]))
 
 
 def rotated(tensor: str, heads_axis: int = 0) -> TensorSlice:
@@ -158,3 +210,9 @@ def as_is(tensor: np.ndarray) -> np.ndarray:
 def transposed(tensor: np.ndarray) -> np.ndarray:
     """A linear layer: stored [out, in], used [in, out]."""
     return tensor.T
+
+
+def unit_rows(tensor: np.ndarray) -> np.ndarray:
+    """An output head [V, D] whose rows are divided by their length, transposed."""
+    rows = np.asarray(tensor, np.float32)
+    return (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-7)).T

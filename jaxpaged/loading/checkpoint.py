@@ -14,7 +14,8 @@ from jaxpaged.loading.orbax import OrbaxCheckpoint, is_orbax
 from jaxpaged.models.param_layout import Part
 from jaxpaged.models.rope_tables import merge_overrides
 
-_LAYER = re.compile(r"(?:^|\.)layers?\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h)\.(\d+)\.")
+_LAYER_COUNTS = "num_hidden_layers", "n_layer", "num_layers"
 
 
 class Checkpoint(Protocol):
@@ -90,7 +91,7 @@ def checkpoint_without_weights(path: Path) -> Checkpoint | None:
 
 def _check_layers(checkpoint: Checkpoint) -> None:
     """Compare the config's layer count with the tensors before that many layers are built."""
-    claimed = checkpoint.config.get("num_hidden_layers")
+    claimed = next((checkpoint.config[key] for key in _LAYER_COUNTS if key in checkpoint.config), None)
     present = len({match[1] for match in map(_LAYER.search, checkpoint.names()) if match})
     if isinstance(claimed, int) and claimed > present:
         raise CheckpointError(f"{checkpoint.path}: the config says {claimed} layers, the weights hold {present}; "

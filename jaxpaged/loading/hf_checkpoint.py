@@ -14,22 +14,22 @@ from jaxpaged.models.hf_config import named_dtype
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.rope_tables import merge_overrides
 from jaxpaged.models.text_part import is_multimodal, text_tensors
+from jaxpaged.models.weight_rules import tensor_of
 
 _log = logging.getLogger(__name__)
 
 # Of AutoGPTQ, AutoAWQ and ModelOpt.
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class HfCheckpoint:
     """A directory with config.json and weights, in safetensors or PyTorch files. Its Python code is never run.
 
-    Names are those of the whole model: a checkpoint of the bare decoder, without the prefix "model.", is read as if it
-    had it. Where config.json ties the output head to the embedding, the files decide as they do in transformers: equal
-    or absent, the head is left out; different, `config` is corrected to untied. A decoder without a head, such as
-    LlamaModel, is tied. Where config.json names no dtype, `config` gets the embedding's. Of a multimodal model it is
-    the text model alone.
+    Names are those of the whole model: a checkpoint of the bare decoder, without its prefix, such as "model.", is
+    read as if it had it. Where config.json ties the output head to the embedding, the files decide as they do in
+    transformers: equal or absent, the head is left out; different, `config` is corrected to untied. A decoder without
+    a head, such as LlamaModel, is tied. Where config.json names no dtype, `config` gets the embedding's. Of a
+    multimodal model it is the text model alone.
 
     Args:
         overrides: values in place of those of config.json.
@@ -50,11 +50,13 @@ class HfCheckpoint:
         self.config = merge_overrides(found, overrides or {})
         # Before the files: of a model that is not supported, these are bound to look damaged.
         family = find_family(self.config)
+        self._embedding, self._head = (tensor_of(family.weights, path) for path in ("embed.table", "head.kernel"))
         self._tied = self.config.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
         _check_quantization(path, self.config)
         self.generation_config = read_generation_config(path)
         tensors = find_tensors(path)
-        self._sources = _with_prefix(text_tensors(tensors) if is_multimodal(found) else tensors)
+        self._sources = _with_prefix(text_tensors(tensors) if is_multimodal(found) else tensors, self._embedding,
+                                     self._head)
         self._settle_head()
         self._settle_dtype()
 
@@ -94,25 +96,25 @@ class HfCheckpoint:
         return out
 
     def _settle_head(self) -> None:
-        if _HEAD not in self._sources and str((self.config.get("architectures") or [""])[0]).endswith("Model"):
+        if self._head not in self._sources and str((self.config.get("architectures") or [""])[0]).endswith("Model"):
             if self._tied is not True:
                 _log.warning("%s holds no output head: it is of use for embeddings, and text that it generates means "
                              "nothing", self.path)
             self.config["tie_word_embeddings"] = True
-        if self._tied is not True or _HEAD not in self._sources:
+        if self._tied is not True or self._head not in self._sources:
             return
-        if _EMBEDDING not in self._sources:
-            self._sources[_EMBEDDING] = self._sources.pop(_HEAD)
-        elif np.array_equal(self.read_tensor(_EMBEDDING), self.read_tensor(_HEAD)):
-            del self._sources[_HEAD]
+        if self._embedding not in self._sources:
+            self._sources[self._embedding] = self._sources.pop(self._head)
+        elif np.array_equal(self.read_tensor(self._embedding), self.read_tensor(self._head)):
+            del self._sources[self._head]
         else:
             _log.warning("%s: config.json ties the output head to the embedding, but the files hold a different head; "
                          "it is used (set tie_word_embeddings to false to silence this)", self.path)
             self.config["tie_word_embeddings"] = False
 
     def _settle_dtype(self) -> None:
-        if named_dtype(self.config) is None and _EMBEDDING in self._sources:
-            file, stored = self._sources[_EMBEDDING]
+        if named_dtype(self.config) is None and self._embedding in self._sources:
+            file, stored = self._sources[self._embedding]
             self.config["dtype"] = file.dtype(stored).name
 
 
@@ -129,7 +131,8 @@ def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
                 "all, remove the file or start with --hf-overrides '{\"quantization_config\": null}'")
 
 
-def _with_prefix(sources: dict[str, Source]) -> dict[str, Source]:
-    if _EMBEDDING.removeprefix("model.") not in sources:
+def _with_prefix(sources: dict[str, Source], embedding: str, head: str) -> dict[str, Source]:
+    prefix, _, bare = embedding.partition(".")
+    if bare not in sources:
         return sources
-    return {name if name == _HEAD else f"model.{name}": item for name, item in sources.items()}
+    return {name if name == head else f"{prefix}.{name}": item for name, item in sources.items()}

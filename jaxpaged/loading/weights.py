@@ -23,7 +23,7 @@ from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.param_layout import ParamAxes, Part, shard_sources
-from jaxpaged.models.weight_rules import Transform, WeightRule, numbered
+from jaxpaged.models.weight_rules import TensorSlice, Transform, WeightRule, numbered, tensor_of
 
 # Dequantizing releases the interpreter lock; more threads than this gain little.
 _THREADS = 2
@@ -37,6 +37,7 @@ class _Source:
         bounds: of the slice.
         order: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
         filled: the part of the parameter (of one expert's, where they are stacked) that it becomes.
+        rows: the rows of the tensor that it is, where these do not follow one another; `bounds` are of what they make.
         heads_axis, head_order: the axis of the tensor with heads whose numbers lie in this order there, if in another.
     """
 
@@ -47,6 +48,7 @@ class _Source:
     filled: Part
     heads_axis: int | None = None
     head_order: tuple[int, ...] | None = None
+    rows: np.ndarray | None = None
 
     def ordered(self, tensor: np.ndarray) -> np.ndarray:
         """Whole heads of the tensor with their numbers in the parameter's order."""
@@ -133,7 +135,7 @@ def load_params(
             without a tensor, tensor without a parameter and wrong shape; no weight has been read then.
     """
     tasks = _match(shapes, shapes if wanted is None else wanted, axes or {}, rules, checkpoint, config, np.dtype(dtype),
-                   [*ignored, *(["lm_head.weight"] if config.tie_embeddings else [])])
+                   [*ignored, *(["lm_head.weight", tensor_of(rules, "head.kernel")] if config.tie_embeddings else [])])
     # The largest first, so that the threads finish together.
     tasks.sort(key=lambda task: -task.nbytes)
     params: dict[Any, Any] = {}
@@ -180,11 +182,12 @@ def _match(
         for expert in range(shape[0] if is_stack else 1):
             sources.append([])
             for item, filled in zip(rule.sources, _filled(rule, layer, config, shape), strict=True):
-                name = numbered(item.tensor, layer, expert)
+                name = _name(item, layer, expert, names)
                 used.setdefault(name, 0)
                 try:
-                    source = _source(checkpoint, names, name, item.bounds(config, layer), rule.transform,
-                                     filled[is_stack:], dotted, shape)
+                    rows = item.rows(config.attention[layer]) if item.rows else None
+                    source = _source(checkpoint, names, name, item.bounds(config, layer), rule.transform_of(config),
+                                     filled[is_stack:], dotted, shape, rows)
                     if order := item.order(config, layer):
                         source = replace(source, heads_axis=item.heads_axis, head_order=order)
                 except CheckpointError as error:
@@ -226,6 +229,13 @@ def _by_path(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tupl
             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
 
 
+def _name(item: TensorSlice, layer: int, expert: int, names: set[str]) -> str:
+    """The tensor's name, or the other one if the checkpoint has that."""
+    name = numbered(item.tensor, layer, expert)
+    other = name if item.other is None else numbered(item.other, layer, expert)
+    return other if name not in names and other in names else name
+
+
 def _filled(rule: WeightRule, layer: int, config: ModelConfig, shape: tuple[int, ...]) -> list[Part]:
     """The part of a parameter of this shape that each of a rule's tensors becomes."""
     whole = tuple(slice(0, size) for size in shape)
@@ -239,7 +249,7 @@ def _filled(rule: WeightRule, layer: int, config: ModelConfig, shape: tuple[int,
 
 def _source(
     checkpoint: Checkpoint, names: set[str], tensor: str, bounds: Part, transform: Transform, filled: Part, path: str,
-    shape: tuple[int, ...],
+    shape: tuple[int, ...], rows: np.ndarray | None = None,
 ) -> _Source:
     """The source that fills this part of the parameter at `path`, or of one expert's.
 
@@ -249,6 +259,8 @@ def _source(
     if tensor not in names:
         raise CheckpointError(f"tensor {tensor} is missing")
     stored = checkpoint.shape(tensor)
+    if rows is not None and stored and rows.max(initial=-1) < stored[0]:
+        stored = len(rows), *stored[1:]
     taken = bounds + tuple(slice(0, size) for size in stored[len(bounds) :])
     wanted = tuple(item.stop - item.start for item in filled)
     inside = len(taken) == len(stored) and all(item.stop <= size for item, size in zip(taken, stored, strict=True))
@@ -258,7 +270,7 @@ def _source(
         part = "" if wanted == shape else f"the part {list(wanted)} of "
         raise CheckpointError(f"tensor {tensor} has shape {list(stored)}{sliced}, which does not fit {part}parameter "
                               f"{path} {list(shape)}")
-    return _Source(tensor, taken, transform, _order_of_axes(transform, len(stored)), filled)
+    return _Source(tensor, taken, transform, _order_of_axes(transform, len(stored)), filled, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,9 +347,14 @@ def _read_stored(checkpoint: Checkpoint, sources: Sequence[_Source], part: Part,
         else:
             back = sorted(range(len(source.order)), key=source.order.__getitem__)
             view = out[(*to, ...)].transpose(back)
-            checkpoint.read_tensor(
-                source.tensor, view,
-                tuple(_shifted(taken[axis], base.start) for axis, base in zip(back, source.bounds, strict=True)))
+            wanted = tuple(_shifted(taken[axis], base.start) for axis, base in zip(back, source.bounds, strict=True))
+            if source.rows is None:
+                checkpoint.read_tensor(source.tensor, view, wanted)
+            else:
+                rows = source.rows[wanted[0]]
+                first = int(rows.min())
+                read = checkpoint.read_tensor(source.tensor, part=(slice(first, int(rows.max()) + 1), *wanted[1:]))
+                view[...] = read[rows - first]
             if source.head_order is not None:  # shards hold whole heads
                 view[...] = source.ordered(view)
 

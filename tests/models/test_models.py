@@ -94,6 +94,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "exaone4 as converted": {"model_type": "exaone4", "sliding_window": 21, "num_hidden_layers": 4},
     "ministral3": {"model_type": "ministral3", "head_dim": 24, "rope_parameters": YARN | {
         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 21},
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2, scores by layer": {"model_type": "gpt2", "n_inner": 80, "scale_attn_by_inverse_layer_idx": True},
+    "pythia": {"model_type": "gpt_neox", "hidden_act": "gelu"},
+    "gpt-neox in sequence": {"model_type": "gpt_neox", "use_parallel_residual": False, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "falcon 7b": {"model_type": "falcon"},
+    "falcon 40b": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    "falcon 11b": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2,
+                   "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
+    "falcon rw": {"model_type": "falcon", "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
+                  "hidden_size": 60, "num_attention_heads": 6},
+    "opt": {"model_type": "opt", "ffn_dim": 96},
+    "opt 350m": {"model_type": "opt", "ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
 }
 
 # Written into config.json afterwards, as people do by hand.
@@ -120,7 +134,7 @@ def write_checkpoint(folder: Path, name: str) -> Path:
         **({"model_type": "llama"} | COMMON | CHECKPOINTS[name])))
     for key, parameter in model.named_parameters():
         scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
-        parameter.data = ("norm" in key) + scale * torch.randn_like(parameter)
+        parameter.data = ("norm" in key or "ln_" in key) + scale * torch.randn_like(parameter)
     model.save_pretrained(folder)
     if name in EDITS:
         config = json.loads((folder / "config.json").read_text())
@@ -274,7 +288,8 @@ def test_a_sparse_config_means_what_it_means_to_transformers(more: dict[str, Any
 
 
 def test_the_default_epsilon_is_that_of_transformers() -> None:
-    assert common_config(SPARSE).norm.eps == LlamaConfig(**SPARSE).rms_norm_eps
+    norm = common_config(SPARSE).norm
+    assert norm is not None and norm.eps == LlamaConfig(**SPARSE).rms_norm_eps
 
 
 @pytest.mark.parametrize(("key", "value"), [
