@@ -25,6 +25,8 @@ WEIGHTS = llama.WEIGHTS
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Cohere 2 checkpoint."""
     hf = with_defaults(hf, DEFAULTS)
+    if hf.get("position_embedding_type") == "rope_gptj":  # neighboring pairs, as all of this family have
+        hf |= {"position_embedding_type": "rope"}
     hf |= {"layer_types": layer_types(hf, all_but_every(pattern_length(hf, 4)))}
     return common_config(hf, windows=layer_windows(hf), unrotated=full_layers(hf),
                          reads=("sliding_window", "layer_types", "logit_scale"), **parallel(hf))

@@ -87,7 +87,8 @@ def common_config(
     partial = "partial_rotary_factor" in reads
 
     def rotary(index: int, kind: str) -> RopeConfig | None:
-        found = None if index in unrotated or not rotated else rope_config(hf, kind, head_dim if partial else None)
+        skipped = index in unrotated or not rotated
+        found = None if skipped else rope_config(hf, kind, head_dim, partial=partial)
         return replace(found, **rope or {}) if found else None
 
     layers = tuple(LayerSpec(replace(mixer, window=window, rope=rotary(index, kind)), dense, norm, **layer or {})

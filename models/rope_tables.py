@@ -27,7 +27,7 @@ _KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", 
 
 
 def rope_config(
-    hf: dict[str, Any], layer_type: str = "full_attention", partial_of: int | None = None
+    hf: dict[str, Any], layer_type: str = "full_attention", head_dim: int | None = None, *, partial: bool = False
 ) -> RopeConfig | None:
     """The rotary rule of the layers of one type; None: these are not rotated.
 
@@ -36,7 +36,8 @@ def rope_config(
     Args:
         hf: config.json, with the family's defaults.
         layer_type: which of several nested tables.
-        partial_of: H, where the family can rotate a part of each head.
+        head_dim: H; left out where only the numbers matter.
+        partial: the family can rotate a part of each head.
 
     Raises:
         CheckpointError: a table is damaged, or the two contradict each other.
@@ -53,9 +54,9 @@ def rope_config(
     if unknown:
         raise UnsupportedModelError(f"config.json: the rotary table has {unknown[0]}, which is not supported")
     dims = None
-    if partial_of is not None:
-        dims = _rotated(hf, table, partial_of)
-    elif table.get("partial_rotary_factor") not in (None, 1):
+    if partial and head_dim is not None:
+        dims = _rotated(hf, table, head_dim)
+    elif not partial and table.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedModelError(f"config.json: partial_rotary_factor {table['partial_rotary_factor']} is not "
                                     "supported")
     numbers = _with_defaults(hf, table, kind)
@@ -63,7 +64,7 @@ def rope_config(
                        tuple((name, _number(numbers, name)) for name in _NUMBERS[kind]), dims)
     if kind != "longrope":
         return found
-    short, long = (_factors(table, name, dims or partial_of) for name in _FACTORS)
+    short, long = (_factors(table, name, dims or head_dim) for name in _FACTORS)
     return replace(found, short_factors=short, long_factors=long, length=int(_positive(hf, "max_position_embeddings")))
 
 
@@ -118,7 +119,7 @@ def context_length(hf: dict[str, Any], given: int) -> int:
     table = _table(hf, "full_attention")
     if table is None or _kind(table) != "yarn":
         return given
-    rope = rope_config(hf)
+    rope = rope_config(hf, partial=True)
     assert rope is not None
     scaling = dict(rope.scaling)
     return max(given, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
@@ -130,7 +131,9 @@ def merge_overrides(hf: dict[str, Any], overrides: dict[str, Any]) -> dict[str, 
     Of a multimodal model it is that of its text model.
     The base frequency stays the file's unless the new table has one.
     """
-    hf = text_config(hf)
+    hf, nested = text_config(hf), overrides.get("text_config")
+    if isinstance(nested, dict):
+        overrides = {key: value for key, value in overrides.items() if key != "text_config"} | nested
     merged = hf | overrides
     if not overrides.keys() & {"rope_scaling", "rope_parameters"}:
         return merged

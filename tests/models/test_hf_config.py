@@ -326,6 +326,31 @@ def test_values_that_change_nothing_are_accepted() -> None:
     assert read(CONFIG | {"no_rope_layers": [1, 1], "layer_types": ["full_attention"] * 2}) == plain
 
 
+@pytest.mark.parametrize(("model_type", "changes", "error"), [
+    ("cohere2", {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0}, None),
+    ("cohere2", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu"}, "hidden_activation"),
+    ("phi3", {"rope_scaling": LONGROPE | {"rope_type": "longrope"}}, "short_factor .* list of 4"),
+    ("llama", {"rope_scaling": LONGROPE | {"rope_type": "longrope"}}, "short_factor .* list of 4"),
+    ("phi3", {"partial_rotary_factor": 0.375}, "partial_rotary_factor"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
+    ("exaone4", {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 2}, None),
+    ("granite", {"attention_multiplier": 0}, "attention_multiplier"),
+    ("glm", {"rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, None),
+    ("glm", {"rope_scaling": {"type": "linear", "factor": 2.0, "short_mscale": 1.2}}, "short_mscale"),
+    ("ministral3", {"layer_types": ["chunked_attention"] * 2, "sliding_window": 9}, "layer_types"),
+])
+def test_what_one_family_alone_reads(model_type: str, changes: dict[str, Any], error: str | None) -> None:
+    hf = {"model_type": model_type, **SIZES, "head_dim": 8, **changes}
+    if error is None:
+        read(hf)
+        return
+    with pytest.raises(CheckpointError, match=error):
+        read(hf)
+
+
 def test_what_transformers_reader_refuses_is_read() -> None:
     """Nulls, and a dtype that names none."""
     nulls = dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps", "hidden_act", "tie_word_embeddings",

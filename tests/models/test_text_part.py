@@ -74,6 +74,7 @@ def test_its_config() -> None:
     hf = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
           "eos_token_id": [1, 106], "tie_word_embeddings": False, "dtype": "bfloat16"}
     found = merge_overrides(hf, {"sliding_window": 512})
+    assert merge_overrides(hf, {"text_config": {"sliding_window": 512}}) == found
     assert found == TEXT | {"model_type": "gemma3_text", "eos_token_id": [1, 106], "tie_word_embeddings": False,
                             "dtype": "bfloat16", "sliding_window": 512}
     assert text_config(found) == found
