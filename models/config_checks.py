@@ -24,7 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_attn": _ABSENT, "attn_output_gate": _ABSENT, "hidden_activation": (None,),
     # what attention sees
     "is_causal": (None, True), "use_bidirectional_attention": _ABSENT, "is_encoder_decoder": _ABSENT,
-    "add_cross_attention": _ABSENT,
+    "add_cross_attention": _ABSENT, "sparse_config": _ABSENT,
     "attention_chunk_size": _ABSENT, "attn_temperature_tuning": _ABSENT, "layer_types": (None,),
     "sliding_window": _ABSENT, "num_kv_shared_layers": _ABSENT,
     # latent attention, experts

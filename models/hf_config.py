@@ -7,7 +7,7 @@ from typing import Any
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
 from jaxpaged.models.config_checks import check_quantization, check_unread
-from jaxpaged.models.rope_tables import context_length, rope_config
+from jaxpaged.models.rope_tables import context_length, rope_config, stretched_length
 
 # transformers' names of activations, and ours.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
@@ -98,6 +98,7 @@ def common_config(
         "model_dim": model_dim,
         "vocab_size": size(hf, "vocab_size"),
         "max_model_len": _context(hf) if rotated else size(hf, "max_position_embeddings"),
+        "max_stretched_len": stretched_length(hf, _context(hf)) if rotated else None,
         "layers": layers,
         "norm": norm,
         "tie_embeddings": flag(hf, "tie_word_embeddings"),

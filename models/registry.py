@@ -11,6 +11,8 @@ from flax import nnx
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.models import (
+    baichuan,
+    chatglm,
     cohere,
     cohere2,
     exaone4,
@@ -23,7 +25,10 @@ from jaxpaged.models import (
     gpt2,
     gpt_neox,
     granite,
+    internlm2,
+    internlm3,
     llama,
+    minicpm,
     ministral,
     ministral3,
     mistral,
@@ -53,6 +58,7 @@ class ModelFamily:
         defaults: what an absent key of config.json means, as in transformers' config class; `architectures` and
             `model_type` among them.
         windows: which layers may have a sliding window, for people; empty: none.
+        also: architectures of other families, which a config.json of this model_type may name, too.
     """
 
     models: str
@@ -63,6 +69,7 @@ class ModelFamily:
     weights: tuple[WeightRule, ...]
     ignored: tuple[str, ...]
     windows: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def model_type(self) -> str:
@@ -91,9 +98,15 @@ class _OneKey(nnx.Rngs):
 _TINY = "logits and greedy ids of tiny checkpoints, against transformers in float32"
 
 
-def _family(models: str, module: ModuleType, windows: str = "", sizes: str = "tiny ones") -> ModelFamily:
-    return ModelFamily(models, sizes, _TINY, module.DEFAULTS, module.config_from_hf, module.WEIGHTS, module.IGNORED,
-                       windows)
+_TWIN = "logits of tiny checkpoints, against those of an equal model of transformers in float32"
+
+
+def _family(
+    models: str, module: ModuleType, windows: str = "", sizes: str = "tiny ones", tested: str = _TINY,
+    also: tuple[str, ...] = (),
+) -> ModelFamily:
+    return ModelFamily(models, sizes, tested, module.DEFAULTS, module.config_from_hf, module.WEIGHTS, module.IGNORED,
+                       windows, also)
 
 
 _LLAMA = ModelFamily(
@@ -109,6 +122,10 @@ _QWEN2 = ModelFamily("Qwen2 and Qwen2.5", "tiny ones; 72B planned", _TINY, qwen2
 
 _QWEN3 = ModelFamily("Qwen3, dense", "tiny ones", _TINY, qwen3.DEFAULTS, qwen3.config_from_hf, qwen3.WEIGHTS,
                      qwen3.IGNORED, "layers from max_window_layers on")
+
+_BAICHUAN = _family("Baichuan 7B and 13B, Baichuan 2", baichuan, tested=_TWIN)
+
+_CHATGLM = _family("ChatGLM 2 and 3, GLM-4 in its first format", chatglm, tested=_TWIN)
 
 FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
@@ -137,6 +154,13 @@ FAMILIES = {
     "GPTNeoXForCausalLM": _family("Pythia, GPT-NeoX", gpt_neox),
     "FalconForCausalLM": _family("Falcon, Falcon 2", falcon),
     "OPTForCausalLM": _family("OPT", opt),
+    "InternLM2ForCausalLM": _family("InternLM2, InternLM2.5", internlm2, tested=_TWIN),
+    "InternLM3ForCausalLM": _family("InternLM3", internlm3, tested=_TWIN, also=("LlamaForCausalLM",)),
+    "MiniCPMForCausalLM": _family("MiniCPM 1 and 2, dense", minicpm, tested=_TWIN),
+    "BaichuanForCausalLM": _BAICHUAN,
+    "BaiChuanForCausalLM": _BAICHUAN,
+    "ChatGLMModel": _CHATGLM,
+    "ChatGLMForConditionalGeneration": _CHATGLM,
 }
 
 
@@ -177,6 +201,9 @@ def find_family(hf: dict[str, Any]) -> ModelFamily:
     found = next((family for family in served if family), None)
     if found is None:
         raise _unsupported(hf, f"the architecture {', '.join(names)}")
+    shared = found.defaults["architectures"][0]
+    found = next((family for family in FAMILIES.values() if family.model_type == model_type and shared in family.also),
+                 found)
     if model_type not in (None, found.model_type):
         raise CheckpointError(
             f"config.json: architectures says {found.defaults['architectures'][0]}, but model_type says {model_type}, "
@@ -193,7 +220,7 @@ def _unsupported(hf: dict[str, Any], what: str) -> UnsupportedModelError:
         known = FAMILIES[name].defaults.keys() - _META
         return len(keys & known) / (len(keys | known) or 1)
 
-    nearest = max(sorted(FAMILIES), key=likeness)
+    nearest = max(FAMILIES, key=likeness)
     text = f"{what} is not supported; supported are {', '.join(sorted(FAMILIES))}"
     if not keys & FAMILIES[nearest].defaults.keys():
         return UnsupportedModelError(text)

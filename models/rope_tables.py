@@ -16,6 +16,7 @@ from jaxpaged.models.text_part import text_config
 _NUMBERS = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor", "max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
     "longrope": ("original_max_position_embeddings", "attention_factor"),
@@ -62,6 +63,10 @@ def rope_config(
     numbers = _with_defaults(hf, table, kind)
     found = RopeConfig(_positive(numbers, "rope_theta"), kind,
                        tuple((name, _number(numbers, name)) for name in _NUMBERS[kind]), dims)
+    if kind == "dynamic":
+        if (dims or head_dim or 4) < 4:
+            raise CheckpointError("config.json: the rotary scaling dynamic needs at least 4 rotated numbers per head")
+        return replace(found, length=int(_positive(hf, "max_position_embeddings")))
     if kind != "longrope":
         return found
     short, long = (_factors(table, name, dims or head_dim) for name in _FACTORS)
@@ -125,6 +130,14 @@ def context_length(hf: dict[str, Any], given: int) -> int:
     return max(given, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
 
 
+def stretched_length(hf: dict[str, Any], given: int) -> int | None:
+    """The longest text that can be asked for, if longer than `given`: dynamic scaling is for those beyond alone."""
+    table = _table(hf, "full_attention")
+    if table is None or _kind(table) != "dynamic":
+        return None
+    return max(given, int(given * _positive(_with_defaults(hf, table, "dynamic"), "factor")))
+
+
 def merge_overrides(hf: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """A config.json with --hf-overrides; a rotary table among them replaces the file's, in whatever spelling that is.
 
@@ -184,6 +197,8 @@ def _with_defaults(hf: dict[str, Any], table: dict[str, Any], kind: str) -> dict
     given = {name: value for name, value in table.items() if value is not None}
     if "rope_theta" not in given:
         given["rope_theta"] = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
+    if kind == "dynamic":
+        return given | {"max_position_embeddings": hf.get("max_position_embeddings")}
     if kind not in ("llama3", "yarn", "longrope"):
         return given
     # Outside the table it comes first (Phi-3).

@@ -17,7 +17,7 @@ def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple
     Angles come from integer positions in float32 whatever the weights' dtype: half precision cannot count to 2,049.
     """
     dims = rope.dims or head_dim
-    frequency = rope.theta ** (-jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
+    frequency = _base(rope, dims) ** (-jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
     scaling = dict(rope.scaling)
     if rope.kind == "linear":
         frequency = frequency / scaling["factor"]
@@ -32,6 +32,16 @@ def rotary_angles(position: jax.Array, head_dim: int, rope: RopeConfig) -> tuple
     magnitude = scaling.get("attention_factor", 1.0)
     still = ((0, 0), (0, (head_dim - dims) // 2))  # pairs that nothing turns
     return (jnp.pad(jnp.cos(angle) * magnitude, still, constant_values=1), jnp.pad(jnp.sin(angle) * magnitude, still))
+
+
+def _base(rope: RopeConfig, dims: int) -> float:
+    """The base frequency; dynamic scaling makes it larger for longer texts, and the same for all that are served."""
+    if rope.kind != "dynamic":
+        return rope.theta
+    scaling = dict(rope.scaling)
+    factor, context = scaling["factor"], scaling["max_position_embeddings"]
+    growth = factor * max(rope.length, context) / context - (factor - 1)
+    return float(rope.theta * growth ** (dims / (dims - 2)))
 
 
 def head_order(head_dim: int, rope: RopeConfig | None) -> tuple[int, ...] | None:

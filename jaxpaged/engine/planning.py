@@ -258,7 +258,9 @@ def _gib(size: int) -> str:
 
 def _context(config: EngineConfig, model: ModelConfig) -> int:
     wanted = config.max_model_len or model.max_model_len
-    if wanted > model.max_model_len:
-        raise ConfigError(f"--max-model-len {wanted} is more than the model's context of {model.max_model_len}; "
-                          "lower it, or raise max_position_embeddings with --hf-overrides")
+    longest = model.max_stretched_len or model.max_model_len
+    if wanted > longest:
+        advice = ("lower it: the checkpoint has a learned embedding of each position, and none beyond"
+                  if model.learned_positions else "lower it, or raise max_position_embeddings with --hf-overrides")
+        raise ConfigError(f"--max-model-len {wanted} is more than the model's context of {longest}; {advice}")
     return wanted

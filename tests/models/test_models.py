@@ -16,12 +16,12 @@ from transformers import LlamaConfig
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.config import EngineConfig
-from jaxpaged.core.errors import CheckpointError
+from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.engine.startup import model_of
 from jaxpaged.models.config import RopeConfig
 from jaxpaged.models.hf_config import common_config
 from jaxpaged.models.rotary import rotary_angles, rotate
-from tests.support.paged_model import PagedModel
+from tests.support.paged_model import PagedModel, load
 from tests.support.sameness import compare_ids, num_decided
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_prompt, random_weights, write_model
 
@@ -35,11 +35,13 @@ WINDOW_FIRST = ["sliding_attention", "full_attention"]
 # One number for each of the 12 pairs that phi4-mini's heads rotate.
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1 + index / 16 for index in range(12)],
             "long_factor": [2.0 + index for index in range(12)], "original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "dynamic rope": {"rope_parameters": DYNAMIC, "max_position_embeddings": 64},
     "llama3 rope": {"rope_parameters": LLAMA3},
     "wide heads": {"head_dim": 32, "num_key_value_heads": 4, "rope_parameters": {"rope_type": "default",
                                                                                   "rope_theta": 1e6}},
@@ -148,14 +150,18 @@ def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32
     return logits
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS.keys() - {"dynamic rope"}))  # which scales by length: see below
 def test_logits(checkpoint: Checkpoints, name: str) -> None:
     """In one step, in pieces, token by token, and of two requests that share a prefix."""
     tokens = random_prompt(100, 1)
-    wanted = reference_logits(checkpoint(name), tokens)
+    check_steps(checkpoint(name), tokens, reference_logits(checkpoint(name), tokens))
+
+
+def check_steps(folder: Path, tokens: Sequence[int], wanted: np.ndarray) -> None:
+    """The logits of 100 tokens, computed in several ways."""
     assert wanted.std() > 0.5, "logits that differ too little to mean anything"
     check = partial(np.testing.assert_allclose, atol=5e-5 * wanted.std(), rtol=1e-4)
-    model = PagedModel(checkpoint(name), rows=len(tokens))
+    model = PagedModel(folder, rows=len(tokens))
     borders = [0, 1, 20, 21, 22, 41, 60, *range(62, 69), 97, 100]  # around windows, blocks and original contexts
     pieces = [model.step((0, start, tokens[start:stop]))[0] for start, stop in pairwise(borders)]
     check(np.concatenate(pieces), wanted)
@@ -186,11 +192,22 @@ def test_longrope_is_that_of_the_longest_text_that_is_served(checkpoint: Checkpo
     assert np.abs(other - wanted).max() > 0.1 * wanted.std()
 
 
+@pytest.mark.parametrize("longest", [64, 65, 100, 128])
+def test_dynamic_scaling_is_that_of_the_longest_text_that_is_served(checkpoint: Checkpoints, longest: int) -> None:
+    """Up to the model's own context, 64 tokens, there is none; transformers decides by the text in hand."""
+    tokens = random_prompt(longest, 1)
+    [found] = PagedModel(checkpoint("dynamic rope"), rows=longest, max_model_len=longest).step((0, 0, tokens))
+    assert load(checkpoint("dynamic rope"))[2].max_stretched_len == 128
+    wanted = reference_logits(checkpoint("dynamic rope"), tokens)
+    np.testing.assert_allclose(found, wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
+
+
 @pytest.mark.parametrize(("name", "engine_args"), [
     ("grouped", {}), ("all at once", {"max_num_batched_tokens": 7}), ("mistral", {"max_num_batched_tokens": 7}),
     ("mistral", {"max_num_batched_tokens": 7, "cpu_attention": "xla"}), ("qwen2 windows", {}),
     ("qwen2 windows", {"cpu_attention": "xla"}),
-    ("qwen3", {"max_num_batched_tokens": 7}), ("gemma2", {})])
+    ("qwen3", {"max_num_batched_tokens": 7}), ("gemma2", {}),
+    ("opt 350m", {"max_num_batched_tokens": 7}), ("falcon rw", {})])
 def test_greedy_ids(checkpoint: Checkpoints, name: str, engine_args: dict[str, Any]) -> None:
     """Through the whole engine: prompts in chunks, several at once, mixed with decoding."""
     from tests.support.reference_model import ReferenceModel
@@ -208,6 +225,24 @@ def test_greedy_ids(checkpoint: Checkpoints, name: str, engine_args: dict[str, A
         assert compare_ids(ids, reference.ids, reference.gaps) is None
         decided += num_decided(reference.gaps)
     assert decided > 100, "too many near-ties to mean anything"
+
+
+def test_learned_positions_bound_the_context(checkpoint: Checkpoints) -> None:
+    """The last row of the table is used, and there are no positions beyond."""
+    from tests.support.reference_model import ReferenceModel
+
+    folder, prompt = checkpoint("opt"), random_prompt(120, 5)
+    with pytest.raises(ConfigError, match=r"--max-model-len 129 .* of 128; lower it: the checkpoint has a learned"):
+        LLM(model=str(folder), **ENGINE_ARGS | {"max_model_len": 129})
+    with pytest.raises(CheckpointError, match=r"embed_positions.weight has shape \[130, 64\], which does not fit"):
+        LLM(model=str(folder), **ENGINE_ARGS | {"hf_overrides": {"max_position_embeddings": 256}})
+    with LLM(model=str(folder), **ENGINE_ARGS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        [found] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    ids = found.outputs[0].token_ids
+    assert len(ids) == 8 and found.outputs[0].finish_reason == "length"
+    reference = ReferenceModel(folder).check(prompt, ids)
+    assert compare_ids(ids, reference.ids, reference.gaps) is None
 
 
 def test_numpy_reference(tmp_path: Path) -> None:
