@@ -29,6 +29,8 @@ KNOWN = [name for name, family in FAMILIES.items() if family.model_type in CONFI
 TYPES = {FAMILIES[name].model_type: name for name in KNOWN}
 LONGROPE = {"short_factor": [1.5] * 48, "long_factor": [4.0] * 48, "original_max_position_embeddings": 2048}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
          "num_key_value_heads": 4, "vocab_size": 257, "max_position_embeddings": 128}
 
@@ -141,6 +143,62 @@ def test_mistral_without_its_keys() -> None:
     assert {spec.window for spec in read({"model_type": "mistral", "sliding_window": None}).attention} == {None}
 
 
+# As on the hub: keys that older versions of transformers wrote, and others that say nothing about the model.
+HUB: dict[str, dict[str, Any]] = {
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256, "hidden_size": 1152,
+        "hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144},
+    "phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "full_attn_mod": 1,
+        "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064},
+    "phi-3-mini-128k": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096, "sliding_window": 262144, "rope_scaling": {
+            "long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"}},
+    "c4ai-command-r7b": {
+        "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "cache_implementation": "hybrid",
+        "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "layer_norm_eps": 1e-5, "layer_switch": 4,
+        "logit_scale": 0.25, "max_position_embeddings": 8192, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0,
+        "sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True,
+        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True},
+    "exaone-4.0-32b": {
+        "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128, "hidden_size": 5120,
+        "intermediate_size": 27392, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
+        "max_position_embeddings": 131072, "num_attention_heads": 40, "num_hidden_layers": 64,
+        "num_key_value_heads": 8, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+        "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG"},
+    "smollm3-3b": {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536, "max_window_layers": 28, "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+        "use_sliding_window": False},
+    "olmo-3-7b": {
+        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "max_position_embeddings": 65536,
+        "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000},
+    "glm-4-9b-0414": {
+        "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True,
+        "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "num_key_value_heads": 2,
+        "max_position_embeddings": 32768, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_configs_of_released_models(name: str) -> None:
+    given = {key: value for key, value in HUB[name].items() if key != "architectures"}
+    check_equal(read(HUB[name]), AutoConfig.for_model(**json.loads(json.dumps(given))))
+
+
 # Rotary tables
 
 
@@ -165,8 +223,6 @@ def check_angles(hf: dict[str, Any], layer: int = 0, layer_type: str | None = No
     np.testing.assert_allclose(sin, np.sin(angle) * magnitude, atol=2e-5)
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}
 ROTARY: dict[str, dict[str, Any]] = {
     "both, the old one wins": {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "both with a base": {"rope_scaling": YARN | {"rope_theta": 5e3}, "rope_parameters": {"rope_type": "linear",
@@ -339,6 +395,7 @@ def test_values_that_change_nothing_are_accepted() -> None:
     ("gemma", {"hidden_act": "relu", "hidden_activation": "gelu"}, "hidden_activation"),
     ("phi3", {"rope_scaling": LONGROPE | {"rope_type": "longrope"}}, "short_factor .* list of 4"),
     ("llama", {"rope_scaling": LONGROPE | {"rope_type": "longrope"}}, "short_factor .* list of 4"),
+    ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}}, None),
     ("phi3", {"partial_rotary_factor": 0.375}, "partial_rotary_factor"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
