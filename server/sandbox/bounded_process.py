@@ -161,8 +161,13 @@ class BoundedProcesses:
             self._changed.notify_all()
 
     def _keep_running(self) -> None:
-        """Start processes whenever fewer run than are wanted, until the pool is closed."""
+        """Start processes whenever fewer run than are wanted, until the pool is closed.
+
+        A start that fails is tried again at once, so that a process killed while it starts costs no job; only when that
+        fails too are the jobs that wait refused.
+        """
         delay = RETRY_SECONDS
+        failed_before = False
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or len(self._children) < self._wanted)
@@ -175,7 +180,10 @@ class BoundedProcesses:
                 if self._closed:
                     return
                 logger.warning("a process for %s cannot be started: %s; trying again in %g s", self._name, error,
-                               delay)
+                               delay if failed_before else 0)
+                if not failed_before:
+                    failed_before = True
+                    continue
                 with self._changed:
                     self._failure = f"no process for {self._name} can be started at the moment; try again later"
                     self._changed.notify_all()
@@ -183,6 +191,7 @@ class BoundedProcesses:
                 delay = min(2 * delay, MAX_RETRY_SECONDS)
             else:
                 delay = RETRY_SECONDS
+                failed_before = False
 
     def _start(self, count: int) -> None:
         """Start processes side by side and wait until each can take jobs."""

@@ -72,6 +72,14 @@ def test_processes_killed_while_idle_cost_no_job_its_try(make: Any, caplog: pyte
     assert not caplog.records
 
 
+def test_a_process_killed_while_it_starts_costs_no_job_its_try(make: Any, tmp_path: Path) -> None:
+    pool = make(count=1)
+    wait_for(children)
+    for child in children():  # before it can take jobs
+        child.kill()
+    assert pool.run_job(("fine", None)) == "fine" and pool.fault() is None
+
+
 def test_the_jobs_own_faults(make: Any) -> None:
     pool = make(timeout=0.3, count=1, eager=False)
     for _ in range(2):
