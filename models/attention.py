@@ -3,6 +3,8 @@
 Axis letters: T tokens, D model, N query heads, K kv heads, H head dim.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,8 @@ class Attention(nnx.Module):
         self, spec: AttentionSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
         heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self.spec, self.axis, self.head_dim = spec, axis, head_dim
+        # Angles come with the step: layers that differ in these alone are equal, and traced once.
+        self.spec, self.axis, self.head_dim = replace(spec, rope=None), axis, head_dim
         self.qkv = Linear(model_dim, (heads + 2 * kv_heads) * head_dim, bias=spec.bias, dtype=dtype, rngs=rngs)
         self.o = Linear(heads * head_dim, model_dim, bias=spec.output_bias, dtype=dtype, rngs=rngs, sum_over=axis)
         self.q_norm = self._qk_norm(heads, dtype)

@@ -8,6 +8,7 @@ from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
 from jaxpaged.models.config_checks import check_quantization, check_unread
 from jaxpaged.models.rope_tables import context_length, rope_config, stretched_length
+from jaxpaged.models.text_part import text_config
 
 # transformers' names of activations, and ours.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
@@ -25,7 +26,7 @@ def with_defaults(hf: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
 
     Its `architectures` are the family's: a file may leave them out, or name others besides.
     """
-    given = {key: value for key, value in hf.items() if value is not None or key in _NULLABLE}
+    given = {key: value for key, value in text_config(hf).items() if value is not None or key in _NULLABLE}
     return defaults | given | {"architectures": defaults["architectures"]}
 
 

@@ -44,6 +44,7 @@ from jaxpaged.models import (
 )
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MeshAxes
+from jaxpaged.models.text_part import text_config
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.models.weight_rules import WeightRule
 
@@ -183,6 +184,7 @@ def find_family(hf: dict[str, Any]) -> ModelFamily:
             them is the most alike.
         CheckpointError: the file names neither, or two that contradict each other.
     """
+    hf = text_config(hf)
     names, model_type = hf.get("architectures") or [], hf.get("model_type")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError("config.json: architectures must be a list of names of model classes")

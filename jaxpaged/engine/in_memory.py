@@ -45,11 +45,14 @@ def in_memory_model(model: Any) -> InMemoryModel | None:
     return InMemoryModel(*model)
 
 
-def source_in_memory(model: InMemoryModel, dtype: str, report: Report) -> ModelSource:
+def source_in_memory(
+    model: InMemoryModel, dtype: str, report: Report, max_model_len: int | None = None
+) -> ModelSource:
     """The model as an engine loads it. A module that is not the plain one of its family runs as it is, on one device.
 
     Args:
         dtype: of activations, as in `EngineConfig`; auto: that of the weights.
+        max_model_len: as in `EngineConfig`.
 
     Raises:
         ConfigError: the params are not the module's, or not of a dtype that models run in.
@@ -64,12 +67,14 @@ def source_in_memory(model: InMemoryModel, dtype: str, report: Report) -> ModelS
     if changed:
         report(f"running the module that was given, which is not the plain one of {config.architecture}: {changed}")
 
+    served = config.for_length(max_model_len) if max_model_len else config
+
     def own(wanted: ModelConfig, partition: Partition) -> ModelDefinition:
         if partition.size > 1:
             raise ConfigError(f"the module is not the plain one of its family ({changed}), and such a module runs on "
                               "one device: leave out tensor_parallel_size")
         shapes = jax.eval_shape(lambda: params)
-        return ModelDefinition(config, graph, shapes, axes_tree(shapes, family.weights, config, partition), shapes,
+        return ModelDefinition(served, graph, shapes, axes_tree(shapes, family.weights, config, partition), shapes,
                                config.vocab_size)
 
     def plain(wanted: ModelConfig, partition: Partition) -> ModelDefinition:
@@ -79,7 +84,7 @@ def source_in_memory(model: InMemoryModel, dtype: str, report: Report) -> ModelS
     def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:
         return placed(params, programs.params, definition.axes, programs.placement)
 
-    return ModelSource(config, kind, own if changed else plain, load, own_module=bool(changed))
+    return ModelSource(served, kind, own if changed else plain, load, own_module=bool(changed))
 
 
 def _with_dtypes(definition: ModelDefinition, params: Params) -> ModelDefinition:

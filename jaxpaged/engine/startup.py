@@ -91,7 +91,8 @@ def _prepare(
     config: EngineConfig, report: Report, device: DeviceInfo, in_memory: InMemoryModel | None
 ) -> ReadyModel:
     began = time.monotonic()
-    model = source_in_memory(in_memory, config.dtype, report) if in_memory else _from_checkpoint(config, device)
+    model = (source_in_memory(in_memory, config.dtype, report, config.max_model_len) if in_memory else
+             _from_checkpoint(config, device))
     on_cpu = device.platform == "cpu"
     if config.preemption_mode == "swap" and not config.swap_bytes(device.platform):
         raise ConfigError("--preemption-mode swap needs memory; give --swap-space in GiB")

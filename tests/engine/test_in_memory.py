@@ -18,7 +18,15 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.execution.sharding import Partition
 from jaxpaged.models.layers import Embedding
 from jaxpaged.models.mlp import DenseMLP
-from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, load_with_windows, random_prompt, random_weights
+from tests.support.tiny_llama import (
+    CONFIG,
+    ENGINE_ARGS,
+    Reference,
+    load_with_windows,
+    module_and_params,
+    random_prompt,
+    random_weights,
+)
 from tests.support.tiny_llm import GREEDY
 
 PROMPT = random_prompt(12, 5)
@@ -102,6 +110,18 @@ def test_a_module_of_ones_own_is_not_sharded(model_path: Path) -> None:
     source = source_in_memory(InMemoryModel(module, params), "auto", print)
     with pytest.raises(ConfigError, match=r"layers.0.mlp is a ScaledMLP.*one device.*tensor_parallel_size"):
         source.define(source.config, Partition(2))
+
+
+def test_the_rotary_rule_is_that_of_the_longest_text_that_is_served() -> None:
+    """As of a checkpoint; also of a module that is not the plain one."""
+    hf = CONFIG | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    module, params = module_and_params(hf)
+    for kind in (type(module.layers[0].mlp), ScaledMLP):
+        module.layers[0].mlp.__class__ = kind
+        for given, length in ((None, 128), (256, 256)):
+            source = source_in_memory(InMemoryModel(module, params), "auto", print, given)
+            for config in (source.config, source.define(source.config, Partition()).config):
+                assert [spec.rope and spec.rope.length for spec in config.attention] == [length, length]
 
 
 # Weights that do not fit

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.checkpoint import open_checkpoint
+from jaxpaged.models.registry import find_family
 from jaxpaged.models.rope_tables import merge_overrides
 from jaxpaged.models.text_part import text_config
 from tests.models.test_models import COMMON, WINDOW_FIRST, YARN
@@ -78,6 +79,8 @@ def test_its_config() -> None:
     assert found == TEXT | {"model_type": "gemma3_text", "eos_token_id": [1, 106], "tie_word_embeddings": False,
                             "dtype": "bfloat16", "sliding_window": 512}
     assert text_config(found) == found
+    family = find_family(hf)
+    assert family.model_type == "gemma3_text" and family.config_from_hf(hf).model_dim == TEXT["hidden_size"]
     assert text_config({**hf, "architectures": None, "text_config": TEXT})["model_type"] == "gemma3_text"
     with pytest.raises(CheckpointError, match="text_config of this multimodal model must be an object"):
         text_config({**hf, "text_config": None})
