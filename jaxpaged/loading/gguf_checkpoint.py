@@ -14,7 +14,8 @@ from jaxpaged.loading.gguf_split import SplitGguf
 
 def gguf_names(architecture: str) -> tuple[str, ...]:
     """What GGUF files call an architecture of config.json."""
-    return tuple(name for name, family in GGUF_FAMILIES.items() if family.architecture == architecture)
+    return tuple(name for name, family in GGUF_FAMILIES.items()
+                 if (family.served_as or family.architecture) == architecture)
 
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -58,6 +59,7 @@ class GgufCheckpoint:
             raise UnsupportedModelError(f"{path}: GGUF architecture {_brief(self._name)} is not supported; "
                                         f"supported are {', '.join(GGUF_FAMILIES)}{self._most_like()}")
         self._family = GGUF_FAMILIES[self._name]
+        self._stems = self._family.tensors | (self._family.with_second_norm if self._has("attn_norm_2.weight") else {})
         self._sources = {self._hf_name(name): name for name in self._file.tensors if name not in _ROTARY}
         self.config = self._make_config()
         self.generation_config: dict[str, Any] = {}
@@ -84,7 +86,9 @@ class GgufCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, [out, in] for linear layers."""
-        return self._file.tensors[self._sources[name]].shape
+        source = self._sources[name]
+        stored = self._file.tensors[source].shape
+        return stored[::-1] if self._is(source, self._family.transposed) else stored
 
     def stored_type(self, name: str) -> str:
         """The type that a tensor is stored in: a dtype's name, or a quantized one, as Q4_1; empty without a tensor."""
@@ -101,6 +105,15 @@ class GgufCheckpoint:
         part = part or tuple(slice(0, size) for size in shape)
         if out is None:
             out = np.empty([item.stop - item.start for item in part], np.float32)
+        if self._is(source, self._family.transposed):
+            self._file.read_tensor(source, out.T, part[::-1])
+            return out
+        if self._is(source, self._family.grouped):
+            order = self._file_rows(shape[0])[part[0]]
+            whole = np.empty(shape, np.float32)
+            self._file.read_tensor(source, whole, tuple(slice(0, size) for size in shape))
+            out[...] = whole[order][(slice(None), *part[1:])]
+            return out
         heads = self._permuted_heads(source)
         if heads is None:
             if not (self._family.norms_have_one and source.endswith("norm.weight")):
@@ -117,12 +130,32 @@ class GgufCheckpoint:
             self._file.read_tensor(source, _in_file_order(out, rows), part)
         return out
 
+    def _is(self, name: str, stems: tuple[str, ...]) -> bool:
+        return _generic(name.rpartition(".")[0]) in stems
+
+    def _file_rows(self, count: int) -> np.ndarray:
+        """Where in the file, which has queries, keys and values one after the other, each row of a checkpoint is.
+
+        Raises:
+            CheckpointError: it has another number of rows.
+        """
+        heads, kv_heads = self._count("attention.head_count"), self._kv_heads()
+        head_dim = self._count("attention.key_length", self._count("embedding_length") // heads)
+        if heads % kv_heads or count != (heads + 2 * kv_heads) * head_dim:
+            raise CheckpointError(f"{self.path}: {count} rows of queries, keys and values are not those of {heads} and "
+                                  f"{kv_heads} heads of {head_dim} numbers")
+        parts = np.split(np.arange(count), [heads * head_dim, (heads + kv_heads) * head_dim])
+        return np.concatenate([part.reshape(kv_heads, -1) for part in parts], axis=1).reshape(-1)
+
+    def _kv_heads(self) -> int:
+        return self._count("attention.head_count_kv", self._count("attention.head_count"))
+
     def _hf_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
         layer = _LAYER.match(stem)
         if layer:
             stem = _generic(stem)
-        mapped = self._family.tensors.get(stem)
+        mapped = self._stems.get(stem)
         if mapped is None:
             return name
         return f"{mapped.replace('{i}', layer[1]) if layer else mapped}.{kind}"
@@ -162,7 +195,7 @@ class GgufCheckpoint:
             "hidden_size": width,
             "num_hidden_layers": self._count("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._count("attention.head_count_kv", heads),
+            "num_key_value_heads": self._kv_heads(),
             "head_dim": head_dim,
             "intermediate_size": self._count("feed_forward_length"),
             "vocab_size": embedding.shape[0],
@@ -183,7 +216,9 @@ class GgufCheckpoint:
             # The next float, since a part is rounded down to whole numbers.
             config["partial_rotary_factor"] = min(1, math.nextafter(rotated / head_dim, 2))
         config["rope_scaling"] = self._rope_scaling(config["rope_theta"], rotated)
-        return config
+        if self._has("attn_norm_2.weight"):
+            config["num_ln_in_parallel_attn"] = 2
+        return config | {new: config[old] for old, new in self._family.renamed.items()}
 
     def _own_keys(self) -> dict[str, Any]:
         """What the family reads besides."""
@@ -191,6 +226,8 @@ class GgufCheckpoint:
                  if f"{self._name}.{key}" in self._metadata}
         if self._family.model_type == "cohere":
             found["use_qk_norm"] = self._has("attn_q_norm.weight")
+        if self._family.model_type == "falcon":
+            found["bias"] = self._has("attn_qkv.bias")
         if not found.get("sliding_window", 1):
             found["sliding_window"] = None
         pattern = found.get("sliding_window_pattern")

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.gguf_families import GGUF_FAMILIES
 from tests.models.test_models import reference_logits, write_checkpoint
+from tests.models.test_twins import twin_logits, write_twin
 from tests.support.paged_model import PagedModel
 from tests.support.tiny_gguf import add_value, finish
 from tests.support.tiny_llama import random_prompt
@@ -57,39 +58,69 @@ CASES = {
     "smollm3 as converted": Case("smollm3", permuted=True),
     "exaone4 as converted": Case("exaone4", {"attention.sliding_window": 21}),
     "seed-oss": Case("seed_oss"),
+    "starcoder2": Case("starcoder2", {"attention.sliding_window": 21}),
+    "gpt2": Case("gpt2"),
+    "pythia": Case("gptneox", {"rope.dimension_count": 4, "use_parallel_residual": True}),
+    "gpt-neox in sequence": Case("gptneox", {"rope.dimension_count": 8, "use_parallel_residual": False}),
+    "falcon 7b": Case("falcon"),
+    "falcon 40b": Case("falcon"),
+    "falcon 11b": Case("falcon"),
 }
 
 
-def write(path: Path, folder: Path, case: Case) -> Path:
+# Of tests/models/test_twins.py: the converter writes what it would for the twin.
+TWIN_CASES = {
+    "internlm2": Case("internlm2", permuted=True),
+    "minicpm": Case("minicpm", {"embedding_scale": 12, "residual_scale": 1.4 / 2**0.5, "logit_scale": 4},
+                    permuted=True),
+    "minicpm of an old file": Case("minicpm", permuted=True),
+}
+
+
+def write(path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], case: Case) -> Path:
     """What llama.cpp's converter writes for a checkpoint."""
-    config, tensors = open_checkpoint(folder).config, load_file(folder / "model.safetensors")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    kv_heads, head_dim = config["num_key_value_heads"], config.get("head_dim") or width // heads
+    heads, width = (first_of(config, *names) for names in (("num_attention_heads", "n_head"),
+                                                           ("hidden_size", "n_embd")))
+    kv_heads: Any = {"gpt2": heads, "gpt_neox": heads, "falcon": config.get("num_kv_heads")}.get(
+        config["model_type"], config.get("num_key_value_heads"))
+    if config["model_type"] == "falcon" and not config["new_decoder_architecture"]:
+        kv_heads = 1
+    head_dim = config.get("head_dim") or width // heads
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == case.arch)
     writer = gguf.GGUFWriter(path, case.arch)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
+    layers = first_of(config, "num_hidden_layers", "n_layer")
+    writer.add_block_count(layers)
+    writer.add_context_length(first_of(config, "max_position_embeddings", "n_positions"))
     writer.add_embedding_length(width)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    inner = ("ffn_hidden_size",) if case.arch == "falcon" else ("n_inner",) if case.arch == "gpt2" else (
+        "intermediate_size",)
+    writer.add_feed_forward_length(first_of(config, *inner, default=4 * width))
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    table = config["rope_parameters"]
-    writer.add_rope_freq_base(table.get("full_attention", table)["rope_theta"])
-    if "layer_norm_eps" in config:
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    if table := config.get("rope_parameters"):
+        writer.add_rope_freq_base(table.get("full_attention", table)["rope_theta"])
+    eps = first_of(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", default=None)
+    if eps is not None:
+        writer.add_layer_norm_eps(eps)
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_eos_token_id(256)
     for key, value in ({"rope.dimension_count": head_dim} | case.metadata).items():
         add_value(writer, f"{case.arch}.{key}", value if isinstance(value, int | str) else float(value))
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(arch, layers)
     for name, tensor in tensors.items():
         for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
             if case.permuted and part in name:
                 halves = tensor.reshape(count, 2, head_dim // 2, *tensor.shape[1:])
                 tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
+        if "query_key_value" in name:
+            groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim, *tensor.shape[1:])
+            parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+            tensor = np.concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+        if case.arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            tensor = np.ascontiguousarray(tensor.T)
         if case.plus_one and name.endswith("norm.weight"):
             tensor = tensor + 1
         written = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -101,15 +132,34 @@ def write(path: Path, folder: Path, case: Case) -> Path:
     return path
 
 
+def first_of(config: dict[str, Any], *names: str, default: Any = None) -> Any:
+    """The first of these keys that is not null."""
+    return next((config[name] for name in names if config.get(name) is not None), default)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", name)
     tokens = random_prompt(100, 1)
     wanted = reference_logits(folder, tokens)
-    path = write(tmp_path / "model.gguf", folder, CASES[name])
+    path = write(tmp_path / "model.gguf", open_checkpoint(folder).config, load_file(folder / "model.safetensors"),
+                 CASES[name])
+    [found] = PagedModel(path, rows=len(tokens)).step((0, 0, tokens))
+    np.testing.assert_allclose(found, wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", TWIN_CASES)
+def test_logits_of_files_that_are_read_as_another_family(name: str, tmp_path: Path) -> None:
+    twin = "minicpm 2b" if "old" in name else name
+    tokens = random_prompt(100, 1)
+    model = write_twin(tmp_path / "model", twin)
+    wanted = twin_logits(twin, model, tokens)
+    tensors = {key: value.numpy() for key, value in model.state_dict().items()
+               if not (key == "lm_head.weight" and model.config.tie_word_embeddings)}
+    path = write(tmp_path / "model.gguf", model.config.to_dict(), tensors, TWIN_CASES[name])
     [found] = PagedModel(path, rows=len(tokens)).step((0, 0, tokens))
     np.testing.assert_allclose(found, wanted, atol=5e-5 * wanted.std(), rtol=1e-4)
 
 
 def test_every_family_is_tested() -> None:
-    assert {case.arch for case in CASES.values()} >= GGUF_FAMILIES.keys() - {"llama", "qwen2", "qwen3"}
+    assert {case.arch for case in (CASES | TWIN_CASES).values()} >= GGUF_FAMILIES.keys() - {"llama", "qwen2", "qwen3"}

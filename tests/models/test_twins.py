@@ -105,6 +105,10 @@ TWINS = {
     "minicpm": Twin(SIZES | {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
                     {"model_type": "granite", "tie_word_embeddings": True, "embedding_multiplier": 12.0,
                      "residual_multiplier": 1.4 / 2**0.5, "logits_scaling": 4.0, "attention_multiplier": 0.25}),
+    # The factors of the released model, whose base is wider than this one.
+    "minicpm 2b": Twin(SIZES | {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+                       {"model_type": "granite", "tie_word_embeddings": True, "embedding_multiplier": 12.0,
+                        "residual_multiplier": 1.4 / 2**0.5, "logits_scaling": 0.25, "attention_multiplier": 0.25}),
     "baichuan 7b": Twin(BAICHUAN | {"architectures": ["BaiChuanForCausalLM"]}, {"num_key_value_heads": HEADS},
                         baichuan),
     # Six heads: two of the slopes lie between the others.

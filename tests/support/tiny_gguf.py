@@ -69,8 +69,10 @@ def gguf_name(name: str) -> str:
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: float | str) -> None:
-    """Add metadata: an int as uint32, a float as float32, or a string."""
-    if isinstance(value, str):
+    """Add metadata: an int as uint32, a float as float32, a bool, or a string."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
         writer.add_string(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
