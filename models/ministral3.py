@@ -25,8 +25,9 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     if not isinstance(table, dict):
         raise CheckpointError("config.json: rope_scaling and rope_parameters must be objects")
     growth = None
-    if table.get("llama_4_scaling_beta"):
-        growth = tuple(number(table, key, 0.0) for key in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    if beta := table.get("llama_4_scaling_beta", hf.get("llama_4_scaling_beta")):  # GGUF has no tables
+        growth = tuple(number(table | {"llama_4_scaling_beta": beta}, key, 0.0)
+                       for key in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     apart = "llama_4_scaling_beta", "max_position_embeddings"
     plain = {key: value for key, value in table.items() if key not in apart}
     return mistral.mistral_config(hf | {"rope_scaling": plain, "rope_parameters": None}, query_growth=growth)

@@ -116,6 +116,9 @@ GGUF_FAMILIES = {
     "olmo2": GgufFamily("Olmo2ForCausalLM", "olmo2", _AFTER | _HEAD_NORMS),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", "smollm3", _STEMS, permuted=_QK),
     "exaone4": GgufFamily("Exaone4ForCausalLM", "exaone4", _AFTER | _HEAD_NORMS, keys=_WINDOWS),
+    "mistral3": GgufFamily("Ministral3ForCausalLM", "ministral3", _STEMS, permuted=_QK,
+                           keys={"attention.temperature_scale": "llama_4_scaling_beta"},
+                           fixed={"rope_parameters": {"rope_type": "default"}}),  # Mistral Small has no other
     "seed_oss": GgufFamily("SeedOssForCausalLM", "seed_oss", _without(_STEMS, "ffn_norm") | _of_layers(
         post_attention_norm="post_attention_layernorm")),
     # The window is in no file, and in all released models.
