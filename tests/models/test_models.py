@@ -8,10 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 
 from jaxpaged import LLM, SamplingParams
@@ -225,6 +226,21 @@ def test_greedy_ids(checkpoint: Checkpoints, name: str, engine_args: dict[str, A
         assert compare_ids(ids, reference.ids, reference.gaps) is None
         decided += num_decided(reference.gaps)
     assert decided > 100, "too many near-ties to mean anything"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "pythia", "falcon 7b"])
+def test_the_bare_decoder_has_the_names_of_the_whole_model(checkpoint: Checkpoints, name: str, tmp_path: Path) -> None:
+    """As transformers saves it: without the prefix, which is another one for each family, and without a head."""
+    folder = checkpoint(name)
+    from transformers import AutoModel
+
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path)
+    assert not any(key.startswith(("transformer.", "model.", "gpt_neox.")) for key in load_file(
+        tmp_path / "model.safetensors"))
+    bare, whole = load(tmp_path)[1], load(folder)[1]
+    head = whole.pop("head", None)
+    assert (head is not None) == (name == "pythia") and "head" not in bare
+    jax.tree.map(np.testing.assert_array_equal, bare, whole)
 
 
 def test_learned_positions_bound_the_context(checkpoint: Checkpoints) -> None:
