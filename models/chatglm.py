@@ -22,7 +22,7 @@ SIZES = {"num_layers": "num_hidden_layers", "padded_vocab_size": "vocab_size", "
 # Others have been in no released checkpoint, or only in the first ChatGLM.
 _FIXED = {"rmsnorm": True, "apply_residual_connection_post_layernorm": False, "post_layer_norm": True,
           "original_rope": True, "pre_seq_len": None, "position_encoding_2d": None, "inner_hidden_size": None,
-          "rope_scaling": None, "rope_parameters": None, "partial_rotary_factor": None, "hidden_act": None}
+          "rope_scaling": None, "rope_parameters": None, "hidden_act": "silu"}
 IGNORED = ("transformer.rotary_pos_emb.inv_freq",)
 _LAYER = "transformer.encoder.layers.{i}."
 WEIGHTS = (
@@ -45,7 +45,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         if hf.get(key, wanted) != wanted:
             raise UnsupportedModelError(f"config.json: {key} {hf[key]!r:.64} is not supported for this model")
     base = 10000.0 * number(hf, "rope_ratio", 1.0)
-    hf = renamed_sizes(hf, SIZES) | {"rope_theta": base, "partial_rotary_factor": 0.5}
+    hf = renamed_sizes(hf, SIZES) | {"rope_theta": base, "partial_rotary_factor": hf.get("partial_rotary_factor", 0.5)}
     if not flag(hf, "multi_query_attention"):
         hf["num_key_value_heads"] = size(hf, "num_attention_heads")
     bias = flag(hf, "add_bias_linear")

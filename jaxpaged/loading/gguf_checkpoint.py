@@ -27,6 +27,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _ROTARY = _ROPE_FACTORS, *_LONGROPE.values()
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+# Keys that say whether fused queries, keys and values have a bias.
+_QKV_BIASES = {"falcon": "bias", "chatglm": "add_qkv_bias"}
 # Metadata that changes what a model computes, and the values of each that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,), "attention.sliding_window": (0,), "attention.causal": (True,), "attention.scale": (),
@@ -226,8 +228,8 @@ class GgufCheckpoint:
                  if f"{self._name}.{key}" in self._metadata}
         if self._family.model_type == "cohere":
             found["use_qk_norm"] = self._has("attn_q_norm.weight")
-        if self._family.model_type == "falcon":
-            found["bias"] = self._has("attn_qkv.bias")
+        if self._family.model_type in _QKV_BIASES:
+            found[_QKV_BIASES[self._family.model_type]] = self._has("attn_qkv.bias")
         if not found.get("sliding_window", 1):
             found["sliding_window"] = None
         pattern = found.get("sliding_window_pattern")

@@ -152,6 +152,19 @@ GGUF_FAMILIES = {
         keys={"attention.layer_norm_epsilon": "layer_norm_epsilon"}, grouped=_QKV, derived=_falcon,
         fixed={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
         with_second_norm=_prefixed("transformer.h", attn_norm="ln_mlp", attn_norm_2="ln_attn")),
+    "chatglm": GgufFamily(
+        "ChatGLMModel", "chatglm", {
+            "token_embd": "transformer.embedding.word_embeddings", "output": "transformer.output_layer",
+            "output_norm": "transformer.encoder.final_layernorm",
+            } | _prefixed("transformer.encoder.layers", attn_norm="input_layernorm",
+                          attn_qkv="self_attention.query_key_value", attn_output="self_attention.dense",
+                          ffn_norm="post_attention_layernorm", ffn_up="mlp.dense_h_to_4h",
+                          ffn_down="mlp.dense_4h_to_h"),
+        fixed={"multi_query_attention": True}, partial_rotary=True, renamed={
+            "num_hidden_layers": "num_layers", "vocab_size": "padded_vocab_size", "head_dim": "kv_channels",
+            "intermediate_size": "ffn_hidden_size", "num_key_value_heads": "multi_query_group_num",
+            "max_position_embeddings": "seq_length", "rms_norm_eps": "layernorm_epsilon"},
+        derived=lambda config: {"rope_ratio": config["rope_theta"] / 10000}),
     "internlm2": GgufFamily("LlamaForCausalLM", "llama", _STEMS, permuted=_QK, served_as="InternLM2ForCausalLM"),
     "minicpm": GgufFamily(
         "GraniteForCausalLM", "granite", _STEMS, permuted=_QK, derived=_minicpm, served_as="MiniCPMForCausalLM", keys={
