@@ -5,14 +5,33 @@ Axis letters: T tokens, D model, N query heads, K kv heads, H head dim, F mlp, V
 Norms, rotary angles and logits are computed in float32 whatever the weights' dtype.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import NormSpec
-from jaxpaged.pallas_kernels import native_linear
+from jaxpaged.models.quantization import PANEL, packed_shapes
+from jaxpaged.pallas_kernels import native_linear, native_packed
 
 MeshAxes = tuple[str, ...] | None
+
+
+class Packed(nnx.Module):
+    """Weights [in, out] in blocks of a quantized type, in place of an array: see `packed_shapes`."""
+
+    def __init__(self, kind: str, size_in: int, size_out: int) -> None:
+        self.kind = kind
+        shapes = packed_shapes(kind, size_in, size_out)
+        self.q = nnx.Param(jnp.zeros(shapes["q"].shape, shapes["q"].dtype))
+        self.d = nnx.Param(jnp.zeros(shapes["d"].shape, shapes["d"].dtype))
+        self.m = nnx.Param(jnp.zeros(shapes["m"].shape, shapes["m"].dtype)) if "m" in shapes else None
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """q, d and, if there are minimums, m, each with three axes on a mesh too."""
+        return [leaf[...].reshape(-1, *leaf[...].shape[-2:]) for leaf in (self.q, self.d, self.m) if leaf is not None]
 
 
 class Linear(nnx.Module):
@@ -21,6 +40,8 @@ class Linear(nnx.Module):
     `sum_over` names the mesh axes that share the rows of the kernel: their products are added up.
     `native`: see `use_native_products`. On a mesh a fused axis is two, of which the first is 1 here: see `FusedAxis`.
     """
+
+    kernel: nnx.Param[jax.Array] | Packed
 
     def __init__(
         self, size_in: int, size_out: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs, sum_over: MeshAxes = None
@@ -34,18 +55,30 @@ class Linear(nnx.Module):
     @property
     def weights(self) -> jax.Array:
         """The kernel [in, out]."""
+        assert not isinstance(self.kernel, Packed)
         kernel = self.kernel[...]
         return kernel.reshape(kernel.shape[0], -1)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, in] -> [T, out]."""
-        y = native_linear.linear(x, self.weights) if self.native else x @ self.weights
+        y = self._product(x)
         y = jax.lax.psum(y, self.sum_over) if self.sum_over else y
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 
+    def gated(self, x: jax.Array) -> jax.Array:
+        """silu(x @ gate) * (x @ up) of a kernel [gate | up] without a bias, in the native kernels."""
+        if isinstance(self.kernel, Packed):
+            return native_packed.gated(x, self.kernel.kind, self.kernel.arrays)
+        return native_linear.gated(x, self.weights)
+
+    def _product(self, x: jax.Array) -> jax.Array:
+        if isinstance(self.kernel, Packed):
+            return native_packed.linear(x, self.kernel.kind, self.kernel.arrays)
+        return native_linear.linear(x, self.weights) if self.native else x @ self.weights
+
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         """As an output head: not rounded to the weights' dtype."""
-        if self.native or self.kernel[...].dtype == jnp.float32:
+        if self.native or self.weights.dtype == jnp.float32:
             return self(x)
         y = jnp.einsum("bd,dv->bv", x, self.weights, preferred_element_type=jnp.float32)
         return y if self.bias is None else y + self.bias[...]
@@ -91,6 +124,8 @@ class Embedding(nnx.Module):
     `axis` names the mesh axes that share the rows of the table; each device then has its own columns of the logits.
     """
 
+    table: nnx.Param[jax.Array] | Packed
+
     def __init__(
         self, vocab_size: int, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
@@ -100,27 +135,48 @@ class Embedding(nnx.Module):
         self.native = False
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # [T] -> [T, D]
-        table = self.table[...]
         if not self.axis:
-            return self._widened(table[ids])
-        row = ids - jax.lax.axis_index(self.axis) * table.shape[0]
-        mine = (row >= 0) & (row < table.shape[0])
-        found = jnp.where(mine[:, None], table[jnp.where(mine, row, 0)], 0)
-        return self._widened(jax.lax.psum(found, self.axis))  # of one row and zeros
+            return self._rows(ids)
+        count = PANEL * self.table.arrays[0].shape[0] if isinstance(self.table, Packed) else self.table[...].shape[0]
+        row = ids - jax.lax.axis_index(self.axis) * count
+        mine = (row >= 0) & (row < count)
+        found = jnp.where(mine[:, None], self._rows(jnp.where(mine, row, 0)), 0)
+        return jax.lax.psum(found, self.axis)  # of one row and zeros
 
-    def _widened(self, rows: jax.Array) -> jax.Array:
+    def _rows(self, ids: jax.Array) -> jax.Array:
+        if isinstance(self.table, Packed):
+            return native_packed.look_up(ids, self.table.kind, self.table.arrays)
+        rows = self.table[...][ids]
         return rows.astype(jnp.float32) if self.native else rows
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
+        if isinstance(self.table, Packed):
+            return native_packed.linear(x, self.table.kind, self.table.arrays, one_sum=True)
         if self.native:
             return native_linear.transposed(x, self.table[...])
         return jnp.einsum("bd,vd->bv", x, self.table[...], preferred_element_type=jnp.float32)
 
 
+def keep_blocks(model: nnx.Module, blocks: Mapping[str, str]) -> None:
+    """Put packed weights in the place of those of the modules at these paths.
+
+    Args:
+        blocks: see `QuantScheme.blocks`.
+    """
+    for path, module in nnx.iter_graph(model):
+        kind = blocks.get(".".join(map(str, path)))
+        if kind is None:
+            continue
+        if isinstance(module, Linear):
+            module.kernel = Packed(kind, *module.weights.shape)
+        elif isinstance(module, Embedding) and not isinstance(module.table, Packed):
+            module.table = Packed(kind, *module.table[...].shape[::-1])
+
+
 def use_native_products(model: nnx.Module) -> None:
     """From now on all products with the model's weights, and norms, run in the native CPU kernels.
 
-    Activations are float32; the weights may be stored in 16 bits.
+    Activations are float32; the weights may be stored in 16 bits or in blocks.
     """
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Linear | Embedding | Norm):

@@ -12,7 +12,6 @@ from flax import nnx
 
 from jaxpaged.models.config import MLPSpec
 from jaxpaged.models.layers import Linear, MeshAxes
-from jaxpaged.pallas_kernels import native_linear
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -42,6 +41,6 @@ class DenseMLP(nnx.Module):
             return self.down(activate(self.up(x)))
         assert self.gate_up is not None
         if self.gate_up.native and self.gate_up.bias is None and self.activation == "silu":
-            return self.down(native_linear.gated(x, self.gate_up.weights))
+            return self.down(self.gate_up.gated(x))
         gate, up = jnp.split(self.gate_up(x), 2, axis=1)
         return self.down(activate(gate) * up)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxpaged.models.attention import Attention
 from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
-from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm
+from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm, keep_blocks
 from jaxpaged.models.metadata import AttentionMetadata, StepMetadata
 from jaxpaged.models.mlp import DenseMLP
 from jaxpaged.pallas_kernels.kv_pages import KVPages
@@ -88,6 +88,8 @@ class Transformer(nnx.Module):
         self.norm = Norm(width, config.norm, dtype=dtype) if config.norm else None
         tied = config.tie_embeddings
         self.head = None if tied else Linear(outer, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+        if config.quant.blocks:
+            keep_blocks(self, config.quant.blocks)
 
     def __call__(
         self, ids: jax.Array, sample_row: jax.Array, pools: Pools, meta: StepMetadata

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpaged.models.config import AttentionSpec, ModelConfig
-from jaxpaged.models.quantization import WEIGHTS
+from jaxpaged.models.quantization import BLOCK, PACKED_DTYPES, PANEL, WEIGHTS
 from jaxpaged.models.rotary import head_order
 
 Transform = Callable[[np.ndarray], np.ndarray]
@@ -63,6 +63,8 @@ class WeightRule:
     single tensor that a checkpoint has fused already needs no more than the names.
 
     `axes` are the parameter's, after the transform: "heads", "kv_heads", "mlp", "vocab", or "experts".
+
+    `packed`: the parameter is one of the arrays of `packed_shapes`, of the tensors' blocks.
     """
 
     tensor: Source | tuple[Source, ...]
@@ -70,6 +72,7 @@ class WeightRule:
     transform: Transform
     axes: Axes = ()
     transform_by_config: Callable[[ModelConfig], Transform] | None = None
+    packed: str | None = None
 
     def transform_of(self, config: ModelConfig) -> Transform:
         """The transform for a model of this config."""
@@ -108,7 +111,46 @@ class WeightRule:
     def fused_sizes(self, config: ModelConfig, layer: int) -> tuple[int, ...]:
         """The size of each part of the fused axis."""
         names = () if self.fused_axis is None else self.axes[self.fused_axis]
-        return tuple(AXIS_SIZES[name](config, layer) for name in names or ())
+        unit = PANEL if self.packed else 1  # of a packed parameter it is that of panels
+        return tuple(AXIS_SIZES[name](config, layer) // unit for name in names or ())
+
+
+def with_packed(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
+    """The rules, and those of the arrays in which the weights of products may lie packed."""
+    return (*rules, *(replace(rule, path=f"{rule.path}.{leaf}", axes=_packed_axes(rule), packed=leaf)
+                      for rule in rules if rule.is_product for leaf in PACKED_DTYPES))
+
+
+def _packed_axes(rule: WeightRule) -> Axes:
+    """Of weights [in, out], or of a table [out, in]: the panels of outputs, then the inputs."""
+    first, second = (*rule.axes, None, None)[:2]
+    return (second, first) if rule.path.endswith(".kernel") else (first, second)
+
+
+def packable(rules: Sequence[WeightRule], config: ModelConfig, devices: int, kv_devices: int) -> Callable[[str], bool]:
+    """Says of a module's path whether each device's shard of its weights is whole blocks and panels.
+
+    Args:
+        devices: that the model is shared by, and among which KV heads are divided over `kv_devices`.
+    """
+    table = {numbered(rule.module, layer): (rule, layer) for rule in rules if rule.is_product
+             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
+    sizes = AXIS_SIZES | {"vocab": lambda config, layer: config.vocab_size}
+
+    def whole_parts(names: str | tuple[str, ...] | None, layer: int, unit: int) -> bool:
+        return all(sizes[name](config, layer) % (unit * (kv_devices if name == "kv_heads" else devices)) == 0
+                   for name in ((names,) if isinstance(names, str) else names or ()))
+
+    def check(path: str) -> bool:
+        rule, layer = table[path]
+        out, depth = _packed_axes(rule)
+        plain = all(item.rows is None and item.bounds is whole for item in rule.sources)
+        return (plain and config.model_dim % BLOCK == 0
+                and rule.transform is (as_is if rule.path.endswith(".table") else transposed)
+                and rule.transform_by_config is None and whole_parts(out, layer, PANEL)
+                and whole_parts(depth, layer, BLOCK))
+
+    return check
 
 
 def products(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tuple[str, ...]]:

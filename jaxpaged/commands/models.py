@@ -31,7 +31,7 @@ def support_matrix() -> dict[str, dict[str, str]]:
             "model_type": family.model_type,
             "sizes": family.sizes,
             "formats": "safetensors, PyTorch .bin, Orbax" + (f", GGUF ({', '.join(files)})" if files else ""),
-            "quantized": "GGUF, widened while it is loaded" if files else "no",
+            "quantized": "GGUF: Q4_0, Q4_1, Q8_0 as stored on a CPU, others widened" if files else "no",
             "parallel": "tensor",
             "windows": family.windows or "no",
             "tested by": family.tested,

@@ -11,8 +11,8 @@ from jaxpaged.core.trusted_files import UntrustedFileError, check_trusted, make_
 from jaxpaged.engine.planning import Report
 from jaxpaged.execution.step_functions import NativeKernels
 from jaxpaged.loading.hub import cache_dir
-from jaxpaged.models.quantization import QuantScheme
-from jaxpaged.pallas_kernels import native_attention, native_build, native_linear
+from jaxpaged.models.quantization import BLOCKS, QuantScheme
+from jaxpaged.pallas_kernels import native_attention, native_build, native_linear, native_packed
 from jaxpaged.pallas_kernels.kv_pages import is_scaled
 from jaxpaged.pallas_kernels.native_build import NativeKernel
 
@@ -62,7 +62,8 @@ def keeps_stored(config: EngineConfig, platform: str, dtype: jnp.dtype, quant: Q
 
 
 def _products(quant: QuantScheme) -> list[NativeKernel]:
-    return [native_linear.kernel_for(kind) for kind in ("float32", *quant.types)]
+    return [native_packed.kernel_for(kind) if kind in BLOCKS else native_linear.kernel_for(kind)
+            for kind in ("float32", *quant.types)]
 
 
 def _build(folder: Path, kernels: Sequence[NativeKernel]) -> str | None:

@@ -76,7 +76,7 @@ class ModelDefinition:
     @property
     def num_parameters(self) -> int:
         """Padding not counted."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.stored))
+        return self.config.quant.num_parameters(self.stored)
 
     @property
     def weight_bytes(self) -> int:

@@ -48,7 +48,7 @@ from jaxpaged.models.hf_config import eos_ids
 from jaxpaged.models.quantization import kept_as_stored
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.rope_tables import merge_overrides
-from jaxpaged.models.weight_rules import WeightRule, products
+from jaxpaged.models.weight_rules import WeightRule, packable, products
 from jaxpaged.pallas_kernels.kv_pages import page_dtype
 
 _SHOW_LOADING_BYTES = 2**30  # smaller models load in seconds: the compilation's bar is enough
@@ -220,8 +220,10 @@ def model_of(
     if config.max_model_len:
         model = model.for_length(config.max_model_len)
     dtype = model_dtype(config.dtype, model, platform)
-    quant = kept_as_stored(products(_rules(checkpoint, family), model),
-                           checkpoint.stored_type if checkpoint else lambda name: model.checkpoint_dtype)
+    rules, devices = _rules(checkpoint, family), config.tensor_parallel_size
+    quant = kept_as_stored(products(rules, model),
+                           checkpoint.stored_type if checkpoint else lambda name: model.checkpoint_dtype,
+                           packable(rules, model, devices, min(devices, model.num_kv_heads)))
     if quant.types and keeps_stored(config, platform, dtype, quant):
         model = model.replace(quant=quant)
 

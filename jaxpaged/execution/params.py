@@ -41,7 +41,7 @@ def check_params(params: Params, *wanted: Params, what: str, hint: str = "", but
 
     Args:
         what: how errors call them.
-        hint: what errors say of other dtypes.
+        hint: what errors say besides.
         but_dtypes: any dtype will do.
 
     Raises:
@@ -53,8 +53,6 @@ def check_params(params: Params, *wanted: Params, what: str, hint: str = "", but
     first = differences[0]
     more = len(first) - _MAX_DIFFERENCES
     listed = [*first[:_MAX_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])]
-    if not any("dtype" in line for line in first):
-        hint = ""
     raise ConfigError("\n  ".join([f"{what} differ from the model's{hint}:", *listed]))
 
 

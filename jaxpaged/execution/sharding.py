@@ -18,7 +18,7 @@ from jaxpaged.core.errors import ConfigError
 from jaxpaged.execution.vocab_shards import VocabShards
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.param_layout import FusedAxis, ParamAxes, put_sharded
-from jaxpaged.models.weight_rules import WeightRule
+from jaxpaged.models.weight_rules import WeightRule, with_packed
 
 KV, SHARE = "kv", "share"
 TENSOR = (KV, SHARE)
@@ -90,7 +90,7 @@ def axes_tree(
     shapes: Mapping[Any, Any], rules: Sequence[WeightRule], config: ModelConfig, partition: Partition
 ) -> dict[Any, Any]:
     """The axes of every parameter, in a tree like `shapes`; a parameter without a rule is replicated."""
-    table = {rule.path: rule for rule in rules}
+    table = {rule.path: rule for rule in with_packed(rules)}
 
     def walk(tree: Mapping[Any, Any], path: tuple[Any, ...]) -> dict[Any, Any]:
         return {key: walk(value, (*path, key)) if isinstance(value, Mapping) else find((*path, key))

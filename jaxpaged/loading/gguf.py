@@ -125,6 +125,18 @@ class GgufFile:
                 forget_pages(self._map, tensor.offset + (first + start * rows) * row, len(stored) * row)
 
 
+    def blocks(self, name: str) -> np.ndarray:
+        """The blocks of a tensor as stored: uint8 [rows, blocks of a row, bytes of a block], in the mapped file."""
+        tensor = self.tensors[name]
+        _, block, size = _TENSOR_TYPES[tensor.type]
+        data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        return data.reshape(-1, tensor.shape[-1] // block, size)
+
+    def forget(self, name: str) -> None:
+        """Let go of the pages of a tensor that has been read."""
+        forget_pages(self._map, self.tensors[name].offset, self.tensors[name].nbytes)
+
+
 class _Header:
     """A cursor over the header."""
 

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.gguf_blocks import pack
 from jaxpaged.loading.gguf_families import GGUF_FAMILIES
 from jaxpaged.loading.gguf_split import SplitGguf
+from jaxpaged.models.quantization import BLOCK, BLOCKS
 
 
 def gguf_names(architecture: str) -> tuple[str, ...]:
@@ -96,7 +98,10 @@ class GgufCheckpoint:
         """The type that a tensor is stored in: a dtype's name, or a quantized one, as Q4_1; empty without a tensor."""
         if name not in self._sources:
             return ""
-        found = self._file.tensors[self._sources[name]].type_name
+        source = self._sources[name]
+        found = self._file.tensors[source].type_name
+        if found in BLOCKS and self._is(source, (*self._family.transposed, *self._family.grouped)):
+            return f"{found} in another order"  # blocks as they are would not do
         return _DTYPES.get(found, found)
 
     def read_tensor(
@@ -151,6 +156,24 @@ class GgufCheckpoint:
 
     def _kv_heads(self) -> int:
         return self._count("attention.head_count_kv", self._count("attention.head_count"))
+
+    def read_packed(self, name: str, leaf: str, rows: np.ndarray, words: slice, out: np.ndarray) -> None:
+        """Fill `out` with a part of an array of `models.quantization.packed_shapes`.
+
+        Args:
+            leaf: the array's name.
+            rows: the tensor's rows, in Hugging Face's order; a multiple of 16.
+            words: the part of the array's second axis.
+        """
+        source, kind = self._sources[name], self.stored_type(name)
+        heads, count = self._permuted_heads(source), self.shape(name)[0]
+        if heads is not None:
+            in_file = _in_file_order(np.arange(count), count // heads).reshape(-1)
+            rows = np.argsort(in_file)[rows]
+        each = BLOCK // BLOCKS[kind] if leaf == "q" else 1  # of a block
+        blocks = self._file.blocks(source)[:, words.start // each : words.stop // each]
+        pack(blocks, kind, rows, {leaf: out})
+        self._file.forget(source)
 
     def _hf_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")

@@ -51,6 +51,14 @@ class SplitGguf:
         """See `GgufFile.read_tensor`."""
         self._part_of[name].read_tensor(name, out, part)
 
+    def blocks(self, name: str) -> np.ndarray:
+        """See `GgufFile.blocks`."""
+        return self._part_of[name].blocks(name)
+
+    def forget(self, name: str) -> None:
+        """See `GgufFile.forget`."""
+        self._part_of[name].forget(name)
+
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata of a model, of whose parts `path` may name any."""

@@ -19,11 +19,13 @@ from tqdm import tqdm
 
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint
+from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.param_layout import ParamAxes, Part, shard_sources
-from jaxpaged.models.weight_rules import TensorSlice, Transform, WeightRule, numbered, tensor_of
+from jaxpaged.models.quantization import PANEL, packed_shapes
+from jaxpaged.models.weight_rules import TensorSlice, Transform, WeightRule, as_is, numbered, tensor_of, with_packed
 
 # Dequantizing releases the interpreter lock; more threads than this gain little.
 _THREADS = 2
@@ -38,6 +40,7 @@ class _Source:
         order: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
         filled: the part of the parameter (of one expert's, where they are stacked) that it becomes.
         rows: the rows of the tensor that it is, where these do not follow one another; `bounds` are of what they make.
+        packed: the array of its blocks that it is, by its name in `packed_shapes`; `bounds` are of that.
         heads_axis, head_order: the axis of the tensor with heads whose numbers lie in this order there, if in another.
     """
 
@@ -49,6 +52,7 @@ class _Source:
     heads_axis: int | None = None
     head_order: tuple[int, ...] | None = None
     rows: np.ndarray | None = None
+    packed: str | None = None
 
     def ordered(self, tensor: np.ndarray) -> np.ndarray:
         """Whole heads of the tensor with their numbers in the parameter's order."""
@@ -164,7 +168,7 @@ def _match(
     checkpoint: Checkpoint, config: ModelConfig, dtype: np.dtype, ignored: Sequence[str],
 ) -> list[_Task]:
     """Match parameters with tensors, or raise with everything that does not match."""
-    table = _by_path(rules, config)
+    table = _by_path(with_packed(rules), config)
     names, targets, axes_of = checkpoint.names(), dict(leaves(wanted)), dict(leaves(axes))
     default = SingleDeviceSharding(jax.local_devices()[0])
     kept = config.quant.kept_dtypes
@@ -185,6 +189,11 @@ def _match(
                 name = _name(item, layer, expert, names)
                 used.setdefault(name, 0)
                 try:
+                    if rule.packed:
+                        source = _packed_source(checkpoint, name, rule.packed, filled, item.order(config, layer))
+                        sources[-1].append(source)
+                        used[name] = math.prod(checkpoint.shape(name))
+                        continue
                     rows = item.rows(config.attention[layer]) if item.rows else None
                     source = _source(checkpoint, names, name, item.bounds(config, layer), rule.transform_of(config),
                                      filled[is_stack:], dotted, shape, rows)
@@ -273,6 +282,16 @@ def _source(
     return _Source(tensor, taken, transform, _order_of_axes(transform, len(stored)), filled, rows=rows)
 
 
+def _packed_source(
+    checkpoint: Checkpoint, tensor: str, leaf: str, filled: Part, head_order: tuple[int, ...] | None
+) -> _Source:
+    """One array of a tensor's blocks; that they fit is known, since the scheme keeps them."""
+    size_out, size_in = checkpoint.shape(tensor)
+    shape = packed_shapes(checkpoint.stored_type(tensor), size_in, size_out)[leaf].shape
+    assert shape == tuple(item.stop - item.start for item in filled), (tensor, leaf, shape, filled)
+    return _Source(tensor, tuple(slice(0, size) for size in shape), as_is, None, filled, 0, head_order, None, leaf)
+
+
 @dataclass(frozen=True, slots=True)
 class _Loader:
     """Loads parameters onto their devices; `load` may be called from several threads.
@@ -341,7 +360,12 @@ def _read_stored(checkpoint: Checkpoint, sources: Sequence[_Source], part: Part,
             continue
         to: tuple[Any, ...] = tuple(_shifted(item, -base.start) for item, base in zip(shared, part, strict=True))
         taken = tuple(_shifted(item, -base.start) for item, base in zip(shared, source.filled, strict=True))
-        if source.order is None:
+        if source.packed:
+            assert isinstance(checkpoint, GgufCheckpoint)
+            rows = source.ordered(np.arange(checkpoint.shape(source.tensor)[0]))
+            checkpoint.read_packed(source.tensor, source.packed, rows[PANEL * taken[0].start : PANEL * taken[0].stop],
+                                   taken[1], out[(*to, ...)])
+        elif source.order is None:
             whole = source.ordered(checkpoint.read_tensor(source.tensor, part=source.bounds))
             out[(*to, ...)] = source.transform(whole)[taken]
         else:

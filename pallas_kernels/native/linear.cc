@@ -43,6 +43,7 @@ constexpr int kVectors = 3;
 constexpr int kPanel = kVectors * kLanes;      // columns
 constexpr int64_t kFewRows = 32;               // more are computed by panels
 constexpr int64_t kDepth = 384;                // longest block of depth
+constexpr int64_t kGroup = 32;                 // quantized weights along the depth that share a scale
 constexpr int64_t kMaxPanelRows = 256;        // rows that one item of a panel holds
 constexpr int64_t kStreamBytes = 96 * 1024;    // weights between two visits of the same sums; twice that stays cached
 constexpr int64_t kByRowsOut = 256;            // outputs of one item
@@ -138,8 +139,9 @@ struct Product {
   int64_t rows, in, out;
   bool gated = false;
 
-  int64_t blocks() const { return std::max<int64_t>(2, div_up(in, kDepth)); }
-  int64_t depth() const { return div_up(in, blocks()); }
+  // Blocks of whole groups of quantized weights, so that packed_linear.cc can take its sums in the same order.
+  int64_t depth() const { return round_up(div_up(in, std::max<int64_t>(2, div_up(in, kDepth))), kGroup); }
+  int64_t blocks() const { return div_up(in, depth()); }
   int matrices() const { return gated ? 2 : 1; }
   const Weight* matrix(int m) const { return w + m * out; }
   int64_t stride() const { return matrices() * out; }  // of the weights
