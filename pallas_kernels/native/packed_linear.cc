@@ -30,10 +30,14 @@ namespace {
 namespace ffi = xla::ffi;
 
 #if defined(__AVX512F__)
-constexpr int kRows = 8, kVectors = 3;  // kRows * kVectors sums, the weights and their scales fit the registers
+constexpr int kRows = 8, kVectors = 3;  // of widened weights: kRows * kVectors sums and the weights fit the registers
+constexpr int kFewRows = 16;            // more are computed from widened weights
 #else
 constexpr int kRows = 4, kVectors = 2;
+constexpr int kFewRows = 8;
 #endif
+// With the scales, too, there is room for fewer sums: most rows of so many vectors.
+constexpr int most_rows(int vectors) { return vectors == 1 ? kFewRows : vectors == 2 ? kFewRows / 2 : kFewRows / 4; }
 constexpr int kTile = 16;                // columns of a panel
 constexpr int kParts = kTile / kLanes;   // vectors of a panel
 constexpr int64_t kBlock = 32;           // rows that share a scale
@@ -109,7 +113,7 @@ inline void times(F f) { if constexpr (n > 0) times<n - 1>(f), f(std::integral_c
 enum class Sums { kFresh, kContinued, kAdded };  // from zero; on from `to`; from zero, then added to `to`
 
 #define JAXPAGED_EACH_SUM \
-  _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) _Pragma("GCC unroll 3") for (int v = 0; v < V; ++v)
+  _Pragma("GCC unroll 16") for (int r = 0; r < R; ++r) _Pragma("GCC unroll 3") for (int v = 0; v < V; ++v)
 #define JAXPAGED_EACH_VECTOR _Pragma("GCC unroll 3") for (int v = 0; v < V; ++v)
 
 template <int R, int V>
@@ -186,6 +190,12 @@ struct Product {
   int64_t rows, in, out;
   bool gated, one_sum;  // the latter: over the whole depth, as linear.cc's products with transposed weights take it
 
+  // Columns that are computed together.
+  int64_t width() const {
+    int vectors = kVectors;
+    while (rows <= kFewRows && rows > most_rows(vectors)) --vectors;
+    return vectors * kLanes;
+  }
   int64_t depth() const {
     if (one_sum) return in;
     const int64_t blocks = std::max<int64_t>(2, div_up(in, kDepth));
@@ -195,7 +205,7 @@ struct Product {
 
 template <class S>
 struct Work {
-  template <int V, int R = kRows>
+  template <int V, int R = most_rows(V)>
   static void few(const Product& p, int64_t column, float* sums) {
     if constexpr (R > 1) if (p.rows < R) return few<V, R - 1>(p, column, sums);
     for (int64_t k = 0; k < p.in; k += p.depth())
@@ -235,7 +245,7 @@ struct Work {
     float *sums = memory.data(), *up = sums + size, *partial = up + size, *widened = partial + size;
     for (int m = 0; m < (p.gated ? 2 : 1); ++m) {
       const int64_t first = column + m * p.out;
-      p.rows <= kRows ? few<V>(p, first, m ? up : sums) : many<V>(p, first, m ? up : sums, partial, widened);
+      p.rows <= kFewRows ? few<V>(p, first, m ? up : sums) : many<V>(p, first, m ? up : sums, partial, widened);
     }
     for (int64_t r = 0; r < p.rows; ++r)
       for (int v = 0; v < V; ++v) {
@@ -246,8 +256,8 @@ struct Work {
   }
 
   static void run(const Product& p, int64_t first, int64_t last, std::vector<float>& memory) {
-    for (int64_t c = first; c < last; c += kVectors * kLanes) {
-      const int64_t vectors = std::min<int64_t>(kVectors, (last - c) / kLanes);
+    for (int64_t c = first; c < last; c += p.width()) {
+      const int64_t vectors = std::min(p.width(), last - c) / kLanes;
       if (vectors == 1) columns<1>(p, c, memory);
       if (vectors == 2) columns<2>(p, c, memory);
       if constexpr (kVectors == 3) if (vectors == 3) columns<3>(p, c, memory);
@@ -277,9 +287,8 @@ class Call {
   using Run = void (*)(const Product&, int64_t, int64_t, std::vector<float>&);
 
   Call(Run run, const Product& product, int64_t threads) : run_(run), product_(product) {
-    const int64_t width = kVectors * kLanes, groups = div_up(product.out, width);
-    const int64_t each = std::max<int64_t>(1, groups / (4 * threads));
-    step_ = each * width;
+    const int64_t groups = div_up(product.out, product.width());
+    step_ = std::max<int64_t>(1, groups / (4 * threads)) * product.width();
   }
 
   void work() {
