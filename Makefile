@@ -42,7 +42,7 @@ test: .venv-test/.installed  ## linter, type checker and the quick tests
 
 .PHONY: test-slow
 test-slow: .venv-test/.installed .venv-test312/.installed  ## the slow tests, and the quick ones on Python 3.12 with the newest JAX
-	.venv-test/bin/python -m pytest -q -m slow
+	.venv-test/bin/python -m pytest -q -m slow $(SHARED)
 	.venv-test312/bin/python -m pytest -q $(SHARED)
 
 .PHONY: bench

@@ -151,18 +151,20 @@ _LLAMA_2, _LLAMA_3 = "Llama-2-13B", "Llama-3.1-70B"
 
 
 @pytest.mark.parametrize(("name", "flags", "helpful"), [
-    (_LLAMA_3, "--device h200", ("tensor-parallel-size",)),
-    (_LLAMA_3, "--device a100-80g -tp 2 --max-num-batched-tokens 16384",
-     ("tensor-parallel-size", "gpu-memory-utilization", "max-num-batched-tokens")),
     (_LLAMA_2, "--device a10", ("tensor-parallel-size",)),
-    (_LLAMA_2, "--device a100-40g --gpu-memory-utilization 0.5", ("tensor-parallel-size", "gpu-memory-utilization")),
     (_LLAMA_2, "--device a100-40g --dtype float32", ("tensor-parallel-size", "dtype")),
-    (_LLAMA_2, "--device a100-40g --max-num-batched-tokens 4000000", ("max-num-batched-tokens",)),
     (_LLAMA_2, "--device l4 -tp 2 --kv-cache-memory-bytes 40000000000", ("kv-cache-memory-bytes",)),
     (_LLAMA_2, "--device l4 -tp 2 --num-gpu-blocks-override 4000", ("num-gpu-blocks-override",)),
-    (_LLAMA_2, "--device l4 --num-gpu-blocks-override 2", ("tensor-parallel-size",)),
     (_LLAMA_2, "--device h200 --kv-cache-memory-bytes 1000", ("kv-cache-memory-bytes",)),
     (_LLAMA_3, "--device cpu --dtype bfloat16", ()),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (_LLAMA_3, "--device h200", ("tensor-parallel-size",)),
+        (_LLAMA_3, "--device a100-80g -tp 2 --max-num-batched-tokens 16384",
+         ("tensor-parallel-size", "gpu-memory-utilization", "max-num-batched-tokens")),
+        (_LLAMA_2, "--device a100-40g --gpu-memory-utilization 0.5",
+         ("tensor-parallel-size", "gpu-memory-utilization")),
+        (_LLAMA_2, "--device a100-40g --max-num-batched-tokens 4000000", ("max-num-batched-tokens",)),
+        (_LLAMA_2, "--device l4 --num-gpu-blocks-override 2", ("tensor-parallel-size",)))),
 ])
 def test_every_flag_that_a_refusal_names_helps(name: str, flags: str, helpful: tuple[str, ...], tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,10 @@ NOT_RUN: dict[str, str] = {
 }
 
 COMMANDS = sorted({command for document in documents() for command in document.commands()})
-PYTHON = [pytest.param(block, id=f"{document.name}-{number}")
+# Those that take many seconds, and are like others: they are run by the slow tests.
+SLOW = {"docs/python.md", "python -m jaxpaged.plan --model MODEL --device h200",
+        "python -m jaxpaged.plan --model MODEL --device l4 --no-compile"}
+PYTHON = [pytest.param(block, id=f"{document.name}-{number}", marks=[pytest.mark.slow] * (document.name in SLOW))
           for document in documents() for number, (_, block) in enumerate(document.blocks("python"), 1)]
 
 
@@ -87,8 +90,8 @@ def test_servers_are_started_with_flags_that_exist(command: str) -> None:
         assert parse_args(arguments).engine.model
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS
-                                     if not SERVER.match(command) and command not in NOT_RUN])
+@pytest.mark.parametrize("command", [pytest.param(command, marks=[pytest.mark.slow] * (command in SLOW))
+                                     for command in COMMANDS if not SERVER.match(command) and command not in NOT_RUN])
 def test_commands_run(command: str, tiny_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     words = command.replace("MODEL", str(tiny_model)).replace("OUT", str(tmp_path / "out"))
     if "localhost:8000" in words:

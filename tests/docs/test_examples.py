@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.live_server import ROOT, LiveServer
 
 EXAMPLES = ROOT / "examples"
@@ -23,6 +25,7 @@ def test_chat_openai_client(server: LiveServer) -> None:
     assert re.search(r".+\n\d+ prompt tokens, \d+ generated\n$", printed, re.DOTALL), printed
 
 
+@pytest.mark.slow
 def test_offline_batch() -> None:
     printed = _run("offline_batch.py")
     assert "France: Paris\n" in printed and "16 prompt tokens were cached" in printed
@@ -32,16 +35,19 @@ def test_structured_output() -> None:
     assert re.fullmatch(r"\{'city': '.*', 'capital': (True|False)\} (yes|no) 1\d{3}\n", _run("structured_output.py"))
 
 
+@pytest.mark.slow
 def test_stream_async() -> None:
     first, second = _run("stream_async.py").splitlines()
     assert first.startswith("Once upon a time, ") and second.startswith("The sea is ")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_cpu() -> None:
     printed = _run("tensor_parallel_cpu.py")
     assert re.findall(r"tensor_parallel_size=(\d):' Paris", printed) == ["3", "1"]
 
 
+@pytest.mark.slow
 def test_plan_for_gpu() -> None:
     printed = _run("plan_for_gpu.py")
     assert printed.count("KV pool: ") == 3 and "on each of 2 devices" in printed

@@ -125,7 +125,8 @@ def few_blocks(make_engine: MakeEngine) -> Engine:
 # What it computes
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "attention on XLA")) for name in ENGINES])
 def test_greedy_ids_do_not_depend_on_scheduling(make_engine: MakeEngine, name: str) -> None:
     """In a batch, alone, in chunks of every size, and with blocks taken away on the way."""
     engine = make_engine(**ENGINES[name])
@@ -483,8 +484,8 @@ def make_programs(num_blocks: int, native: bool) -> tuple[ProgramSet, KVCacheSpe
                       dtype=jnp.dtype(jnp.float32), platform="cpu", native=NativeKernels(native, native)), cache
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize(("size", "native"), [(2, True), (16, False), *(
+    pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (16, True)))])
 def test_the_compiled_step_updates_the_pools_in_place(size: int, native: bool, native_folder: Path) -> None:
     """All of the pools is aliased, no instruction copies one, and temporaries are small whatever the pools' size."""
     if native and (failure := build(native_folder, [native_attention.KERNEL, native_linear.KERNEL])):

@@ -41,6 +41,7 @@ def test_the_reference_decides_nearly_everywhere() -> None:
     assert sum(num_decided(row["gaps"]) for row in ROWS) > 0.9 * sum(len(row["ids"]) for row in ROWS)
 
 
+@pytest.mark.slow
 def test_all_at_once(llm: LLM) -> None:
     assert not _errors(llm, ROWS)
 

@@ -291,6 +291,7 @@ def test_devices_that_are_not_there() -> None:
         select_device("cpu", EngineConfig(tensor_parallel_size=64).tensor_parallel_size)
 
 
+@pytest.mark.slow
 def test_each_device_has_the_alibi_slopes_of_its_own_heads() -> None:
     done = subprocess.run([sys.executable, "-m", "tests.support.sharded_alibi"], cwd=ROOT, capture_output=True,
                           text=True, timeout=200)

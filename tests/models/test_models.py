@@ -151,7 +151,16 @@ def prefill_logits(folder: Path, tokens: Sequence[int], dtype: Any = jnp.float32
     return logits
 
 
-@pytest.mark.parametrize("name", sorted(CHECKPOINTS.keys() - {"dynamic rope"}))  # which scales by length: see below
+# Variants of other rows: they are for the slow tests.
+VARIANTS = {
+    "tied", "biases", "wide heads", "yarn in full", "yarn with a given factor", "yarn added later", "qwen2",
+    "mistral without a window", "mistral within its window", "gemma2 as converted", "gemma3 as converted",
+    "cohere2 as converted", "smollm3 as converted", "exaone4 as converted", "gpt2, scores by layer",
+    "gpt-neox in sequence", "falcon 7b", "falcon 11b", "opt"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in sorted(
+    CHECKPOINTS.keys() - {"dynamic rope"})])  # which scales by length: see below
 def test_logits(checkpoint: Checkpoints, name: str) -> None:
     """In one step, in pieces, token by token, and of two requests that share a prefix."""
     tokens = random_prompt(100, 1)
@@ -182,7 +191,7 @@ def reference_logits(folder: Path, tokens: Sequence[int]) -> np.ndarray:
         return ReferenceModel(folder).model(torch.tensor([tokens])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("longest", [64, 65])
+@pytest.mark.parametrize("longest", [pytest.param(64, marks=pytest.mark.slow), 65])
 def test_longrope_is_that_of_the_longest_text_that_is_served(checkpoint: Checkpoints, longest: int) -> None:
     """Up to the original context, 64 tokens, it is the short one; transformers decides by the text in hand."""
     tokens = random_prompt(longest, 1)
@@ -193,7 +202,7 @@ def test_longrope_is_that_of_the_longest_text_that_is_served(checkpoint: Checkpo
     assert np.abs(other - wanted).max() > 0.1 * wanted.std()
 
 
-@pytest.mark.parametrize("longest", [64, 65, 100, 128])
+@pytest.mark.parametrize("longest", [65, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 100, 128))])
 def test_dynamic_scaling_is_that_of_the_longest_text_that_is_served(checkpoint: Checkpoints, longest: int) -> None:
     """Up to the model's own context, 64 tokens, there is none; transformers decides by the text in hand."""
     tokens = random_prompt(longest, 1)
@@ -204,11 +213,11 @@ def test_dynamic_scaling_is_that_of_the_longest_text_that_is_served(checkpoint: 
 
 
 @pytest.mark.parametrize(("name", "engine_args"), [
-    ("grouped", {}), ("all at once", {"max_num_batched_tokens": 7}), ("mistral", {"max_num_batched_tokens": 7}),
-    ("mistral", {"max_num_batched_tokens": 7, "cpu_attention": "xla"}), ("qwen2 windows", {}),
-    ("qwen2 windows", {"cpu_attention": "xla"}),
-    ("qwen3", {"max_num_batched_tokens": 7}), ("gemma2", {}),
-    ("opt 350m", {"max_num_batched_tokens": 7}), ("falcon rw", {})])
+    ("all at once", {"max_num_batched_tokens": 7}), ("mistral", {"max_num_batched_tokens": 7}), ("qwen2 windows", {}),
+    ("gemma2", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("grouped", {}), ("mistral", {"max_num_batched_tokens": 7, "cpu_attention": "xla"}),
+        ("qwen2 windows", {"cpu_attention": "xla"}), ("qwen3", {"max_num_batched_tokens": 7}),
+        ("opt 350m", {"max_num_batched_tokens": 7}), ("falcon rw", {})))])
 def test_greedy_ids(checkpoint: Checkpoints, name: str, engine_args: dict[str, Any]) -> None:
     """Through the whole engine: prompts in chunks, several at once, mixed with decoding."""
     from tests.support.reference_model import ReferenceModel

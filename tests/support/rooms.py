@@ -15,16 +15,16 @@ from xdist.scheduler import LoadFileScheduling
 # Files that start first, the longest first; all others take seconds. The first compiles the default model for all.
 LONGEST = (
     "server/test_server.py",
-    "server/test_server_life.py",
     "models/test_models.py",
-    "engine/test_engine.py",
+    "server/test_server_life.py",
     "docs/test_commands.py",
-    "pallas_kernels/test_gpu_attention.py",
+    "engine/test_engine.py",
     "execution/test_gpu_compile.py",
+    "execution/test_aot_programs.py",
     "engine/test_tensor_parallel.py",
     "pallas_kernels/test_paged_attention.py",
-    "execution/test_aot_programs.py",
     "commands/test_plan.py",
+    "pallas_kernels/test_gpu_attention.py",
     "engine/test_reference_parity.py",
     "commands/test_compile.py",
     "server/test_server_odd.py",
@@ -45,6 +45,12 @@ LONGEST = (
     "pallas_kernels/test_rotary_kv_write.py",
     "engine/test_llm.py",
     "pallas_kernels/test_native_linear.py",
+    "models/test_twins.py",
+    "engine/test_stored_blocks.py",
+    "pallas_kernels/test_native_packed.py",
+    "engine/test_chosen_devices.py",
+    "engine/test_new_weights.py",
+    "engine/test_in_memory.py",
 )
 # Files that run in the process of another one, after it, because they share a server.
 SAME_WORKER = {
