@@ -19,48 +19,22 @@ from tqdm import tqdm
 
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint
-from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.loading.host_memory import ByteBudget, HostArena, zeros
 from jaxpaged.loading.param_tree import KeyPath, insert, leaves, mismatch
+from jaxpaged.loading.weight_sources import (
+    Source,
+    find_packed_source,
+    find_source,
+    name_of,
+    read_sources,
+    size_of,
+)
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.param_layout import ParamAxes, Part, shard_sources
-from jaxpaged.models.quantization import PANEL, packed_shapes
-from jaxpaged.models.weight_rules import TensorSlice, Transform, WeightRule, as_is, numbered, tensor_of, with_packed
+from jaxpaged.models.weight_rules import WeightRule, numbered, tensor_of, with_packed
 
 # Dequantizing releases the interpreter lock; more threads than this gain little.
 _THREADS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A tensor, or a slice of one, and what it becomes.
-
-    Attributes:
-        bounds: of the slice.
-        order: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
-        filled: the part of the parameter (of one expert's, where they are stacked) that it becomes.
-        rows: the rows of the tensor that it is, where these do not follow one another; `bounds` are of what they make.
-        packed: the array of its blocks that it is, by its name in `packed_shapes`; `bounds` are of that.
-        heads_axis, head_order: the axis of the tensor with heads whose numbers lie in this order there, if in another.
-    """
-
-    tensor: str
-    bounds: Part
-    transform: Transform
-    order: tuple[int, ...] | None
-    filled: Part
-    heads_axis: int | None = None
-    head_order: tuple[int, ...] | None = None
-    rows: np.ndarray | None = None
-    packed: str | None = None
-
-    def ordered(self, tensor: np.ndarray) -> np.ndarray:
-        """Whole heads of the tensor with their numbers in the parameter's order."""
-        if self.heads_axis is None or self.head_order is None:
-            return tensor
-        before, after = tensor.shape[: self.heads_axis], tensor.shape[self.heads_axis + 1 :]
-        heads = tensor.reshape(*before, -1, len(self.head_order), *after)
-        return heads.take(self.head_order, self.heads_axis + 1).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +54,7 @@ class _Task:
     path: KeyPath
     shape: tuple[int, ...]
     axes: ParamAxes
-    sources: tuple[tuple[_Source, ...], ...]
+    sources: tuple[tuple[Source, ...], ...]
     is_stack: bool
     dtype: np.dtype
     wanted_shape: tuple[int, ...]
@@ -143,7 +117,7 @@ def load_params(
     # The largest first, so that the threads finish together.
     tasks.sort(key=lambda task: -task.nbytes)
     params: dict[Any, Any] = {}
-    sizes = [_size(part) * task.dtype.itemsize for task in tasks for part, _ in task.shards]
+    sizes = [size_of(part) * task.dtype.itemsize for task in tasks for part, _ in task.shards]
     loader = _Loader(checkpoint, HostArena(sum(sizes), len(sizes)) if keep_in_place else None,
                      ByteBudget(max((task.unit_bytes for task in tasks), default=0)))
     total = sum(task.nbytes for task in tasks)
@@ -182,27 +156,27 @@ def _match(
             continue
         rule, layer = table[dotted]
         is_stack = any("{e}" in item.tensor for item in rule.sources)
-        sources: list[list[_Source]] = []
+        sources: list[list[Source]] = []
         for expert in range(shape[0] if is_stack else 1):
             sources.append([])
             for item, filled in zip(rule.sources, _filled(rule, layer, config, shape), strict=True):
-                name = _name(item, layer, expert, names)
+                name = name_of(item, layer, expert, names)
                 used.setdefault(name, 0)
                 try:
                     if rule.packed:
-                        source = _packed_source(checkpoint, name, rule.packed, filled, item.order(config, layer))
+                        source = find_packed_source(checkpoint, name, rule.packed, filled, item.order(config, layer))
                         sources[-1].append(source)
                         used[name] = math.prod(checkpoint.shape(name))
                         continue
                     rows = item.rows(config.attention[layer]) if item.rows else None
-                    source = _source(checkpoint, names, name, item.bounds(config, layer), rule.transform_of(config),
+                    source = find_source(checkpoint, names, name, item.bounds(config, layer), rule.transform_of(config),
                                      filled[is_stack:], dotted, shape, rows)
                     if order := item.order(config, layer):
                         source = replace(source, heads_axis=item.heads_axis, head_order=order)
                 except CheckpointError as error:
                     problems.append(str(error))
                     continue
-                used[name] += _size(source.bounds)
+                used[name] += size_of(source.bounds)
                 sources[-1].append(source)
         target = tuple(targets[path].shape)
         sharding = getattr(targets[path], "sharding", None) or default
@@ -238,13 +212,6 @@ def _by_path(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tupl
             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
 
 
-def _name(item: TensorSlice, layer: int, expert: int, names: set[str]) -> str:
-    """The tensor's name, or the other one if the checkpoint has that."""
-    name = numbered(item.tensor, layer, expert)
-    other = name if item.other is None else numbered(item.other, layer, expert)
-    return other if name not in names and other in names else name
-
-
 def _filled(rule: WeightRule, layer: int, config: ModelConfig, shape: tuple[int, ...]) -> list[Part]:
     """The part of a parameter of this shape that each of a rule's tensors becomes."""
     whole = tuple(slice(0, size) for size in shape)
@@ -254,42 +221,6 @@ def _filled(rule: WeightRule, layer: int, config: ModelConfig, shape: tuple[int,
     assert axis is not None and sum(sizes) == shape[axis], f"{rule.path} {shape}: parts of {sizes}"
     return [(*whole[:axis], slice(stop - size, stop), *whole[axis + 1 :])
             for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def _source(
-    checkpoint: Checkpoint, names: set[str], tensor: str, bounds: Part, transform: Transform, filled: Part, path: str,
-    shape: tuple[int, ...], rows: np.ndarray | None = None,
-) -> _Source:
-    """The source that fills this part of the parameter at `path`, or of one expert's.
-
-    Raises:
-        CheckpointError: there is no such tensor, or it does not fit.
-    """
-    if tensor not in names:
-        raise CheckpointError(f"tensor {tensor} is missing")
-    stored = checkpoint.shape(tensor)
-    if rows is not None and stored and rows.max(initial=-1) < stored[0]:
-        stored = len(rows), *stored[1:]
-    taken = bounds + tuple(slice(0, size) for size in stored[len(bounds) :])
-    wanted = tuple(item.stop - item.start for item in filled)
-    inside = len(taken) == len(stored) and all(item.stop <= size for item, size in zip(taken, stored, strict=True))
-    found = _shape_after(transform, tuple(item.stop - item.start for item in taken)) if inside else None
-    if found != wanted:
-        sliced = f", of which {_bounds_text(taken)} is taken" if bounds else ""
-        part = "" if wanted == shape else f"the part {list(wanted)} of "
-        raise CheckpointError(f"tensor {tensor} has shape {list(stored)}{sliced}, which does not fit {part}parameter "
-                              f"{path} {list(shape)}")
-    return _Source(tensor, taken, transform, _order_of_axes(transform, len(stored)), filled, rows=rows)
-
-
-def _packed_source(
-    checkpoint: Checkpoint, tensor: str, leaf: str, filled: Part, head_order: tuple[int, ...] | None
-) -> _Source:
-    """One array of a tensor's blocks; that they fit is known, since the scheme keeps them."""
-    size_out, size_in = checkpoint.shape(tensor)
-    shape = packed_shapes(checkpoint.stored_type(tensor), size_in, size_out)[leaf].shape
-    assert shape == tuple(item.stop - item.start for item in filled), (tensor, leaf, shape, filled)
-    return _Source(tensor, tuple(slice(0, size) for size in shape), as_is, None, filled, 0, head_order, None, leaf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +242,7 @@ class _Loader:
             if task.is_stack and self.arena is None:
                 arrays += self._load_stack(task, part, devices)
                 continue
-            size = _size(part) * task.dtype.itemsize
+            size = size_of(part) * task.dtype.itemsize
             with nullcontext() if self.arena else self.budget.reserve(size):
                 memory = self.arena.allocate(size) if self.arena else zeros(size)
                 host = memory.view(task.dtype).reshape([item.stop - item.start for item in part])
@@ -346,50 +277,10 @@ def _read(checkpoint: Checkpoint, task: _Task, part: Part, out: np.ndarray) -> N
     """Read a part of a parameter, as on its devices, into zeros, which remain where it exceeds the stored shape."""
     for inside, stored in shard_sources(part, task.shape, task.axes):
         if not task.is_stack:
-            _read_stored(checkpoint, task.sources[0], stored, out[inside])
+            read_sources(checkpoint, task.sources[0], stored, out[inside])
             continue
         for row, expert in enumerate(range(stored[0].start, stored[0].stop)):
-            _read_stored(checkpoint, task.sources[expert], stored[1:], out[inside][row, ...])
-
-
-def _read_stored(checkpoint: Checkpoint, sources: Sequence[_Source], part: Part, out: np.ndarray) -> None:
-    """Read a part of what the sources become together."""
-    for source in sources:
-        shared = tuple(_overlap(*items) for items in zip(part, source.filled, strict=True))
-        if len(sources) > 1 and not _size(shared):
-            continue
-        to: tuple[Any, ...] = tuple(_shifted(item, -base.start) for item, base in zip(shared, part, strict=True))
-        taken = tuple(_shifted(item, -base.start) for item, base in zip(shared, source.filled, strict=True))
-        if source.packed:
-            assert isinstance(checkpoint, GgufCheckpoint)
-            rows = source.ordered(np.arange(checkpoint.shape(source.tensor)[0]))
-            checkpoint.read_packed(source.tensor, source.packed, rows[PANEL * taken[0].start : PANEL * taken[0].stop],
-                                   taken[1], out[(*to, ...)])
-        elif source.order is None:
-            whole = source.ordered(checkpoint.read_tensor(source.tensor, part=source.bounds))
-            out[(*to, ...)] = source.transform(whole)[taken]
-        else:
-            back = sorted(range(len(source.order)), key=source.order.__getitem__)
-            view = out[(*to, ...)].transpose(back)
-            wanted = tuple(_shifted(taken[axis], base.start) for axis, base in zip(back, source.bounds, strict=True))
-            if source.rows is None:
-                checkpoint.read_tensor(source.tensor, view, wanted)
-            else:
-                rows = source.rows[wanted[0]]
-                first = int(rows.min())
-                read = checkpoint.read_tensor(source.tensor, part=(slice(first, int(rows.max()) + 1), *wanted[1:]))
-                view[...] = read[rows - first]
-            if source.head_order is not None:  # shards hold whole heads
-                view[...] = source.ordered(view)
-
-
-def _overlap(one: slice, other: slice) -> slice:
-    start = max(one.start, other.start)
-    return slice(start, max(start, min(one.stop, other.stop)))
-
-
-def _shifted(item: slice, by: int) -> slice:
-    return slice(item.start + by, item.stop + by)
+            read_sources(checkpoint, task.sources[expert], stored[1:], out[inside][row, ...])
 
 
 def _shards(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[Part, tuple[jax.Device, ...]], ...]:
@@ -400,31 +291,3 @@ def _shards(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[Part, tup
         bounds = tuple(item.indices(size)[:2] for item, size in zip(index, shape, strict=True))
         found.setdefault(bounds, []).append(device)
     return tuple((tuple(slice(*item) for item in bounds), tuple(devices)) for bounds, devices in found.items())
-
-
-def _size(part: Part) -> int:
-    return math.prod(item.stop - item.start for item in part)
-
-
-def _order_of_axes(transform: Transform, ndim: int) -> tuple[int, ...] | None:
-    """The order that a transform puts the axes of a tensor into; None if it does more than that."""
-    probe = np.empty(range(2, 2 + ndim), np.uint8)
-    try:
-        found = transform(probe)
-    except ValueError:  # a transform for certain sizes only
-        return None
-    axes = tuple(size - 2 for size in found.shape)
-    if sorted(axes) != list(range(ndim)) or found.ctypes.data != probe.ctypes.data:
-        return None
-    return axes if found.strides == probe.transpose(axes).strides else None
-
-
-def _shape_after(transform: Transform, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    try:
-        return transform(np.broadcast_to(np.float32(0), shape)).shape
-    except ValueError:  # a reshape that cannot work
-        return None
-
-
-def _bounds_text(part: Part) -> str:
-    return f"[{', '.join(f'{item.start}:{item.stop}' for item in part)}]"

@@ -1,5 +1,6 @@
 """An engine runs on the devices that it is given, or where its weights are: eight CPU devices in a process apart."""
 
+import functools
 import json
 import os
 import subprocess
@@ -13,44 +14,45 @@ from tests.support.chosen_devices_process import PROMPT
 from tests.support.live_server import ROOT
 from tests.support.tiny_llama import CONFIG, Reference, random_weights
 
+QUICK = {"pair on 5": [5], "mesh of 7 and 4": [4, 7], "trained, to 3": [3]}
+OTHERS = {"plain": [0], "given 3": [3], "pair on 5, given 2": [2], "default 6": [6], "sharded over 4 and 5": [4, 5],
+          "over 4 and 5, on one": [4], "trained, to 6 and 7": [6, 7]}
+REFUSED = {
+    "both": "give devices or mesh, not both",
+    "contradicting": "tensor_parallel_size=2 needs 2 devices, and 3 were given", "twice": "given twice",
+    "none": "must be a list of JAX devices", "no devices": "must be a list of JAX devices",
+    "another platform": "device=cuda, but the devices that were given are of cpu",
+}
 
-@pytest.fixture(scope="module")
-def results(model_path: Path) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", "tests.support.chosen_devices_process", str(model_path)], cwd=ROOT,
+
+@functools.cache
+def run(folder: Path, cases: tuple[str, ...]) -> dict[str, Any]:
+    """What several cases give, all in one process."""
+    done = subprocess.run([sys.executable, "-m", "tests.support.chosen_devices_process", str(folder), *cases], cwd=ROOT,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize(("name", "devices"), [
-    ("plain", [0]), ("pair on 5", [5]), ("given 3", [3]), ("pair on 5, given 2", [2]), ("default 6", [6]),
-    ("mesh of 7 and 4", [4, 7]), ("sharded over 4 and 5", [4, 5]), ("over 4 and 5, on one", [4]),
-])
-def test_weights_and_pages_lie_where_they_should(results: dict[str, Any], name: str, devices: list[int]) -> None:
-    """And the ids are right, with eight engines in one process."""
-    found = results[name]
-    assert found["weights"] == found["pools"] == devices
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_weights_and_pages_lie_where_they_should(model_path: Path, name: str) -> None:
+    """And the ids are right, with all the engines in one process."""
+    cases = QUICK if name in QUICK else OTHERS
+    found = run(model_path, (*cases, *REFUSED) if name in QUICK else tuple(cases))[name]
+    assert found["weights"] == cases[name]
     assert Reference(CONFIG, random_weights()).error(PROMPT, found["ids"], 6) is None
+    if name.startswith("trained"):
+        assert found["moved"] and found["freed"]
+        return
+    assert found["pools"] == cases[name]
     if name.startswith("pair"):
         assert found["copied"] == (name != "pair on 5"), "weights were copied, or were not"
 
 
-@pytest.mark.parametrize(("name", "devices"), [("trained, to 3", [3]), ("trained, to 6 and 7", [6, 7])])
-def test_weights_of_a_training_mesh_are_resharded(results: dict[str, Any], name: str, devices: list[int]) -> None:
-    found = results[name]
-    assert found["weights"] == devices and found["moved"] and found["freed"]
-    assert Reference(CONFIG, random_weights()).error(PROMPT, found["ids"], 6) is None
-
-
-@pytest.mark.parametrize(("name", "text"), [
-    ("both", "give devices or mesh, not both"),
-    ("contradicting", "tensor_parallel_size=2 needs 2 devices, and 3 were given"), ("twice", "given twice"),
-    ("none", "must be a list of JAX devices"), ("no devices", "must be a list of JAX devices"),
-    ("another platform", "device=cuda, but the devices that were given are of cpu"),
-])
-def test_choices_that_cannot_be(results: dict[str, Any], name: str, text: str) -> None:
-    assert text in results[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_choices_that_cannot_be(model_path: Path, name: str) -> None:
+    assert REFUSED[name] in run(model_path, (*QUICK, *REFUSED))[name]
 
 
 SETTINGS = """
@@ -73,7 +75,7 @@ print(json.dumps({"changed": changed, "caller's programs": len(os.listdir(sys.ar
 """
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_settings_of_jax_for_the_process_are_left_alone_unless_asked(
         model_path: Path, tmp_path: Path, asked: bool) -> None:
     """The engine's programs are cached all the same; those of the caller go where the caller wants."""
