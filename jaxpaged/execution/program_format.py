@@ -23,6 +23,7 @@ _NAMES = frozenset({
     ("jax._src.core", "ShapedArray"),
     ("jax._src.interpreters.pxla", "AllArgsInfo"),
     ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
+    ("jax._src.layout", "AutoLayoutSingleton"),
     ("jax._src.layout", "Format"),
     ("jax._src.layout", "Layout"),
     ("jax._src.linear_util", "DebugInfo"),

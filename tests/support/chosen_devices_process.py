@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 PROMPT = list(range(7, 13))
 # As few and small programs as can be: each device has its own.
-SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "num_gpu_blocks_override": 9, "enforce_eager": True,
-         "cpu_attention": "xla"}
+SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "num_gpu_blocks_override": 9,
+                         "enforce_eager": True, "cpu_attention": "xla"}
 
 
 def main(folder: str, *wanted: str) -> None:
