@@ -29,6 +29,7 @@ from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.host_memory import HostArena
 from jaxpaged.loading.hub import cache_dir, resolve_model
 from jaxpaged.models.layers import use_native_products
+from jaxpaged.models.mlp import DenseMLP
 from jaxpaged.models.registry import find_family
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import native_build, native_linear
@@ -57,6 +58,7 @@ def linear_layers(model: Transformer, x: jax.Array) -> jax.Array:
         q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         q, k, v = jnp.split(layer.attn.qkv(x), (q_dim, q_dim + kv_dim), axis=1)
         x = layer.attn.o(q + jnp.tile(k + v, (1, q_dim // kv_dim)))
+        assert isinstance(layer.mlp, DenseMLP), "the model has experts"
         x = layer.mlp(x)
     x = x[:32]
     return model.embed.logits(x) if model.head is None else model.head(x)

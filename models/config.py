@@ -1,13 +1,15 @@
 """A model's shape, frozen: what each layer is and what it keeps, made from the checkpoint's config.json.
 
-Axis letters as in the array comments: D model, N query heads, K kv heads, H head dim, F mlp, V vocab.
+Axis letters as in the array comments: D model, N query heads, K kv heads, H head dim, F mlp, V vocab, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxpaged.core.kv_groups import KVLayout, make_layout
 from jaxpaged.models.quantization import DENSE, QuantScheme
+from jaxpaged.pallas_kernels.routing import RoutingRule
 
 NormPlacement = Literal["before", "after", "both", "after_residual", "parallel", "parallel_separate"]
 # Over the numbers of each head, with a scale [H] for all or one [N, H] for each; or over all heads' together, [N * H].
@@ -100,11 +102,41 @@ class MLPSpec:
     gated: bool = True
     bias: bool = False
 
+    def padded(self, up: Callable[[int], int]) -> "MLPSpec":
+        """With what devices share out rounded up."""
+        return replace(self, dim=up(self.dim))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts, each a gated MLP; the router sends each token to some of them.
+
+    Attributes:
+        dim: F of each expert.
+        count: E.
+        activation: a key of `mlp.ACTIVATIONS`.
+        choice_bias: a learned bias on the choice of experts, not on their weights (DeepSeek-V3).
+        shared_dim: F of a gated MLP that every token goes through besides; 0: none.
+        shared_gate: what that MLP adds is multiplied by the sigmoid of a product with the token.
+    """
+
+    dim: int
+    count: int
+    routing: RoutingRule
+    activation: str = "silu"
+    choice_bias: bool = False
+    shared_dim: int = 0
+    shared_gate: bool = False
+
+    def padded(self, up: Callable[[int], int]) -> "ExpertsSpec":
+        """With what devices share out rounded up."""
+        return replace(self, dim=up(self.dim), shared_dim=up(self.shared_dim))
+
 
 # What a layer may consist of; each kind has a module of its own. Latent attention and recurrent state become further
-# mixers, experts a further MLP.
+# mixers.
 MixerSpec = AttentionSpec
-AnyMLPSpec = MLPSpec
+AnyMLPSpec = MLPSpec | ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
+from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
 from jaxpaged.models.config_checks import check_quantization, check_unread
 from jaxpaged.models.rope_tables import context_length, rope_config, stretched_length
 from jaxpaged.models.text_part import text_config
@@ -48,7 +48,7 @@ def common_config(
     hf: dict[str, Any], *, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None,
     layer: dict[str, Any] | None = None, rope: dict[str, Any] | None = None, norm: NormSpec | None = None,
     windows: Sequence[int | None] = (), rotated: bool = True, unrotated: Collection[int] = (),
-    reads: Collection[str] = (), **changes: Any,
+    experts: Callable[[int], ExpertsSpec | None] = lambda layer: None, reads: Collection[str] = (), **changes: Any,
 ) -> ModelConfig:
     """ModelConfig from the usual keys: equal Llama layers, but for what the family changes.
 
@@ -59,6 +59,7 @@ def common_config(
         norm: of all layers, and before the head; by default Llama's.
         rotated: whether queries and keys are rotated.
         unrotated: numbers of the layers in which they are not.
+        experts: of a layer's number, the mixture that it has in place of the dense MLP.
         reads: keys of `config_checks.NEUTRAL` that the family reads itself.
         windows: the sliding window of each layer; empty: no layer has one.
         changes: fields of ModelConfig.
@@ -92,7 +93,8 @@ def common_config(
         found = None if skipped else rope_config(hf, kind, head_dim, partial=partial)
         return replace(found, **rope or {}) if found else None
 
-    layers = tuple(LayerSpec(replace(mixer, window=window, rope=rotary(index, kind)), dense, norm, **layer or {})
+    layers = tuple(LayerSpec(replace(mixer, window=window, rope=rotary(index, kind)), experts(index) or dense, norm,
+                             **layer or {})
                    for index, (kind, window) in enumerate(_layers(hf, windows)))
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],

@@ -58,6 +58,11 @@ class AttentionMetadata:
     block_table: jax.Array
     work: Work
 
+    @property
+    def valid(self) -> jax.Array:
+        """[T] bool: whether a row is a token; the others are padding."""
+        return self.slot != self.block_table.shape[0] - 1
+
 
 class WorkShape(NamedTuple):
     """What the GPU's work list depends on."""

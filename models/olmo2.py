@@ -14,11 +14,11 @@ DEFAULTS: dict[str, Any] = _LLAMA | {
 }
 IGNORED = llama.IGNORED
 AFTER = norms(attn_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm")
-WEIGHTS = with_rules(
-    llama.WEIGHTS, *AFTER,
+HEAD_NORMS = (
     WeightRule(rotated("model.layers.{i}.self_attn.q_norm.weight"), "layers.{i}.attn.q_norm.scale", as_is, ("heads",)),
     WeightRule(rotated("model.layers.{i}.self_attn.k_norm.weight"), "layers.{i}.attn.k_norm.scale", as_is,
                ("kv_heads",)))
+WEIGHTS = with_rules(llama.WEIGHTS, *AFTER, *HEAD_NORMS)
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:

@@ -3,6 +3,7 @@
 What a layer is comes from its `LayerSpec`; `MIXERS` and `MLPS` say which module computes which kind of spec.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.attention import Attention
-from jaxpaged.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxpaged.models.experts import Experts
 from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm, keep_blocks
 from jaxpaged.models.metadata import AttentionMetadata, StepMetadata
 from jaxpaged.models.mlp import DenseMLP
@@ -19,7 +21,7 @@ from jaxpaged.pallas_kernels.kv_pages import KVPages
 Pools = tuple[KVPages, ...]  # one per strip, see `KVLayout`
 
 MIXERS = {AttentionSpec: Attention}
-MLPS = {MLPSpec: DenseMLP}
+MLPS: dict[type, Callable[..., DenseMLP | Experts]] = {MLPSpec: DenseMLP, ExpertsSpec: Experts}
 
 
 class DecoderLayer(nnx.Module):
@@ -46,9 +48,13 @@ class DecoderLayer(nnx.Module):
         normed = _apply(self.attn_norm, x)
         y, pages = self.attn(normed, pages, meta)
         if self.parallel:
-            return self._add_residual(x, y + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))), pages
+            other = normed if self.mlp_norm is None else self.mlp_norm(x)
+            return self._add_residual(x, y + self._mlp(other, meta)), pages
         x = self._add_normed(x, y, self.attn_post_norm)
-        return self._add_normed(x, self.mlp(_apply(self.mlp_norm, x)), self.mlp_post_norm), pages
+        return self._add_normed(x, self._mlp(_apply(self.mlp_norm, x), meta), self.mlp_post_norm), pages
+
+    def _mlp(self, x: jax.Array, meta: AttentionMetadata) -> jax.Array:
+        return self.mlp(x, meta.valid) if isinstance(self.mlp, Experts) else self.mlp(x)
 
     def _add_normed(self, x: jax.Array, y: jax.Array, norm: Norm | None) -> jax.Array:
         if self.norms_sum:

@@ -25,6 +25,7 @@ AXIS_SIZES: dict[str, Callable[[ModelConfig, int], int]] = {
     "heads": lambda config, layer: config.attention[layer].num_heads * config.attention[layer].head_dim,
     "kv_heads": lambda config, layer: config.attention[layer].num_kv_heads * config.attention[layer].head_dim,
     "mlp": lambda config, layer: config.layers[layer].mlp.dim,
+    "shared_mlp": lambda config, layer: getattr(config.layers[layer].mlp, "shared_dim", 0),
 }
 
 
@@ -62,7 +63,9 @@ class WeightRule:
     Several tensors, each transformed, become one parameter along its fused axis, in the order of the axis' names. A
     single tensor that a checkpoint has fused already needs no more than the names.
 
-    `axes` are the parameter's, after the transform: "heads", "kv_heads", "mlp", "vocab", or "experts".
+    `axes` are the parameter's, after the transform: "heads", "kv_heads", "mlp", "shared_mlp", "vocab", or "experts".
+
+    Of several rules with one path the first whose tensors a checkpoint has is taken; they have the same axes.
 
     `packed`: the parameter is one of the arrays of `packed_shapes`, of the tensors' blocks.
     """
@@ -239,6 +242,34 @@ def dense(
             WeightRule(source("bias"), f"{path}.bias", as_is, () if whole_bias else axes[1:]))
 
 
+def experts(prefix: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+    """Rules for the experts of a layer, each a tensor of its own.
+
+    Args:
+        gate, up, down: what their weights [out, in] are called.
+    """
+    def rule(name: str, tensor: str, *axes: str | None) -> WeightRule:
+        return WeightRule(f"{prefix}.experts.{{e}}.{tensor}.weight", f"layers.{{i}}.mlp.{name}", transposed,
+                          ("experts", *axes))
+
+    return rule("gate", gate, None, "mlp"), rule("up", up, None, "mlp"), rule("down", down, "mlp", None)
+
+
+def fused_experts(prefix: str) -> tuple[WeightRule, ...]:
+    """Rules for experts in two tensors, [E, 2F, D] with gate and up one after the other, and [E, D, F]."""
+    def half(index: int) -> Bounds:
+        def bounds(config: ModelConfig, layer: int) -> tuple[slice, ...]:
+            spec = config.layers[layer].mlp
+            return slice(0, getattr(spec, "count", 0)), slice(index * spec.dim, (index + 1) * spec.dim)
+
+        return bounds
+
+    both, axes = f"{prefix}.experts.gate_up_proj", ("experts", None, "mlp")
+    return (WeightRule(TensorSlice(both, half(0)), "layers.{i}.mlp.gate", each_transposed, axes),
+            WeightRule(TensorSlice(both, half(1)), "layers.{i}.mlp.up", each_transposed, axes),
+            WeightRule(f"{prefix}.experts.down_proj", "layers.{i}.mlp.down", each_transposed, ("experts", "mlp", None)))
+
+
 def rotated(tensor: str, heads_axis: int = 0) -> TensorSlice:
     """All of a tensor of queries or keys: see `TensorSlice.heads_axis`."""
     return TensorSlice(tensor, whole, heads_axis)
@@ -252,6 +283,11 @@ def as_is(tensor: np.ndarray) -> np.ndarray:
 def transposed(tensor: np.ndarray) -> np.ndarray:
     """A linear layer: stored [out, in], used [in, out]."""
     return tensor.T
+
+
+def each_transposed(tensor: np.ndarray) -> np.ndarray:
+    """Linear layers of experts: stored [E, out, in], used [E, in, out]."""
+    return tensor.swapaxes(1, 2)
 
 
 def unit_rows(tensor: np.ndarray) -> np.ndarray:

@@ -1,14 +1,17 @@
 """Reference implementation of every kernel: short, slow, obviously right. Tests compare the fast paths with it.
 
-Axis letters: T tokens, N query heads, K kv heads, H head dim, P pages, S page size.
+Axis letters: T tokens, N query heads, K kv heads, H head dim, P pages, S page size, E experts, k experts of a token,
+D model, F mlp.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import KVPages, quantize
 from jaxpaged.pallas_kernels.packed_layout import PackedLayout, PackedWeight, dequantize
+from jaxpaged.pallas_kernels.routing import RoutingRule
 
 
 def write_kv(
@@ -130,3 +133,40 @@ def top_tokens(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The `count` largest of each row of [B, V] in order, of equals the first first: values, and their columns."""
     order = jnp.argsort(-logits, axis=1, stable=True)[:, :count]
     return jnp.take_along_axis(logits, order, axis=1), order.astype(jnp.int32)
+
+
+def choose_experts(logits: np.ndarray, bias: np.ndarray | None, rule: RoutingRule) -> tuple[np.ndarray, np.ndarray]:
+    """Experts [T, k] int32 and weights [T, k] of logits [T, E] by the rule, token by token, in float64."""
+    experts, weights = [], []
+    for row in np.asarray(logits, np.float64):
+        power = np.exp(row - row.max())
+        scores = 1 / (1 + np.exp(-row)) if rule.sigmoid else power / power.sum()
+        merit = scores.copy() if bias is None else scores + bias
+        if rule.groups > 1:
+            grouped = merit.reshape(rule.groups, -1)
+            of_group = np.sort(grouped, axis=1)[:, -2:].sum(axis=1) if rule.by_two else grouped.max(axis=1)
+            grouped[np.argsort(-of_group, kind="stable")[rule.best_groups :]] = -np.inf
+        chosen = np.argsort(-merit, kind="stable")[: rule.top_k]
+        total = scores[chosen].sum() if rule.normalized else 1
+        experts.append(chosen)
+        weights.append(scores[chosen] / total * rule.scale)
+    return np.array(experts, np.int32).reshape(-1, rule.top_k), np.array(weights).reshape(-1, rule.top_k)
+
+
+def experts(
+    x: np.ndarray,  # [T, D]
+    expert: np.ndarray,  # [T, k]; E: sent nowhere
+    weight: np.ndarray,  # [T, k]
+    gate: np.ndarray,  # [E, D, F]
+    up: np.ndarray,  # [E, D, F]
+    down: np.ndarray,  # [E, F, D]
+) -> np.ndarray:  # [T, D] float64
+    """The weighted sum of what each token's experts, with silu, make of it, pair by pair, in float64."""
+    x, gate, up, down = (np.asarray(array, np.float64) for array in (x, gate, up, down))
+    result = np.zeros(x.shape)
+    for token, column in np.argwhere(expert < len(gate)):
+        number = expert[token, column]
+        gated = x[token] @ gate[number]
+        hidden = gated / (1 + np.exp(-gated)) * (x[token] @ up[number])
+        result[token] += float(weight[token, column]) * (hidden @ down[number])
+    return result

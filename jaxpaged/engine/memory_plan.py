@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE
 from jaxpaged.core.kv_groups import UNBOUNDED, KVGroup, max_tokens, units_for
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import AnyMLPSpec, ExpertsSpec, ModelConfig
 
 GIB = 2**30
 CPU_POOL_BYTES = 2 * GIB
@@ -144,15 +144,23 @@ def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, sampl
     """Upper bound on the bytes of the largest step's temporaries on each device, where none is compiled.
 
     What a layer and the sampler hold at once: residual, norm, queries, keys and values before and after their
-    rotation in float32, attention's output, three MLP activations, and eight arrays of logits. The tests compare it
-    with compiled steps.
+    rotation in float32, attention's output, three MLP activations, those of each of a token's experts with what each
+    adds, and eight arrays of logits. The tests compare it with compiled steps.
     """
     heads = -(-max(spec.num_heads for spec in config.attention) // num_devices) + \
         2 * -(-config.num_kv_heads // min(num_devices, config.num_kv_heads))
-    mlp_dim = max(layer.mlp.dim for layer in config.layers)
+    mlp = max(_mlp_numbers(spec, config.model_dim, num_devices) for spec in {layer.mlp for layer in config.layers})
     row = 4 * config.model_dim * (itemsize + 4) + 4 * heads * config.head_dim * (itemsize + 4) + \
-        3 * -(-mlp_dim // num_devices) * (itemsize + 4)
+        mlp * (itemsize + 4)
     return tokens * row + 8 * 4 * samples * -(-config.vocab_size // num_devices) + 2**26
+
+
+def _mlp_numbers(spec: AnyMLPSpec, model_dim: int, num_devices: int) -> int:
+    """Activations of a token that are held at once."""
+    each = 3 * -(-spec.dim // num_devices)
+    if not isinstance(spec, ExpertsSpec):
+        return each
+    return spec.routing.top_k * (each + 2 * model_dim) + 3 * -(-spec.shared_dim // num_devices) + 4 * spec.count
 
 
 def tokens_text(tokens: int) -> str:

@@ -29,6 +29,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "heads": TENSOR,
     "kv_heads": (KV,),
     "mlp": TENSOR,
+    "shared_mlp": TENSOR,
     "vocab": TENSOR,
     "experts": (),
 }
@@ -82,7 +83,7 @@ def padded(config: ModelConfig, partition: Partition) -> ModelConfig:
     def up(count: int) -> int:
         return -(-count // partition.size) * partition.size
 
-    layers = tuple(replace(layer, mlp=replace(layer.mlp, dim=up(layer.mlp.dim))) for layer in config.layers)
+    layers = tuple(replace(layer, mlp=layer.mlp.padded(up)) for layer in config.layers)
     return config.replace(vocab_size=up(config.vocab_size), layers=layers)
 
 

@@ -1,7 +1,7 @@
 """From a checkpoint's tensors to the arrays of a model's parameters."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -142,8 +142,8 @@ def _match(
     checkpoint: Checkpoint, config: ModelConfig, dtype: np.dtype, ignored: Sequence[str],
 ) -> list[_Task]:
     """Match parameters with tensors, or raise with everything that does not match."""
-    table = _by_path(with_packed(rules), config)
     names, targets, axes_of = checkpoint.names(), dict(leaves(wanted)), dict(leaves(axes))
+    table = _by_path(with_packed(rules), config, names)
     default = SingleDeviceSharding(jax.local_devices()[0])
     kept = config.quant.kept_dtypes
     tasks: list[_Task] = []
@@ -206,10 +206,21 @@ def shapes_of_parts(shapes: Mapping[Any, Any], rules: Sequence[WeightRule], conf
     return found
 
 
-def _by_path(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tuple[WeightRule, int]]:
-    """The rule and the layer of each parameter."""
-    return {numbered(rule.path, layer): (rule, layer) for rule in rules
-            for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
+def _by_path(
+    rules: Sequence[WeightRule], config: ModelConfig, names: Collection[str] = ()
+) -> dict[str, tuple[WeightRule, int]]:
+    """The rule and the layer of each parameter; of several rules the first whose tensors are among `names`."""
+    found: dict[str, tuple[WeightRule, int]] = {}
+    for rule in rules:
+        for layer in range(config.num_layers) if "{i}" in rule.path else (0,):
+            path = numbered(rule.path, layer)
+            if path not in found or (_is_stored(rule, layer, names) and not _is_stored(*found[path], names)):
+                found[path] = rule, layer
+    return found
+
+
+def _is_stored(rule: WeightRule, layer: int, names: Collection[str]) -> bool:
+    return any(numbered(name, layer) in names for item in rule.sources for name in (item.tensor, item.other) if name)
 
 
 def _filled(rule: WeightRule, layer: int, config: ModelConfig, shape: tuple[int, ...]) -> list[Part]:

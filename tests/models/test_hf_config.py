@@ -16,12 +16,13 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.engine.startup import model_of
 from jaxpaged.loading.checkpoint import open_checkpoint
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import ExpertsSpec, MLPSpec, ModelConfig
 from jaxpaged.models.config_checks import NEUTRAL
 from jaxpaged.models.hf_config import ACTIVATIONS, eos_ids
 from jaxpaged.models.registry import FAMILIES, find_family
 from jaxpaged.models.rope_tables import merge_overrides
 from jaxpaged.models.rotary import rotary_angles
+from jaxpaged.pallas_kernels.routing import RoutingRule
 from tests.support.tiny_llama import CONFIG, write_model
 
 # Others have their code in their checkpoints.
@@ -39,6 +40,8 @@ def read(hf: dict[str, Any]) -> ModelConfig:
     return find_family(hf).config_from_hf(hf)
 
 
+# Model types with mixtures of experts: in every layer, unless their config says otherwise.
+MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"
 # Families that have a rotary table for each type of layer.
 BY_LAYER_TYPE = "Gemma3ForCausalLM", "Olmo3ForCausalLM"
 
@@ -55,7 +58,12 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
         theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers)
     activation = first_of(theirs, "hidden_act", "hidden_activation", "activation_function", "activation")
     inner = first_of(theirs, "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner") or 4 * theirs.hidden_size
-    assert {(layer.mlp.dim, layer.mlp.activation) for layer in ours.layers} == {(inner, ACTIVATIONS[activation])}
+    dense = {layer.mlp for layer in ours.layers if isinstance(layer.mlp, MLPSpec)}
+    assert {(spec.dim, spec.activation) for spec in dense} <= {(inner, ACTIVATIONS[activation])}
+    mixtures = {layer.mlp for layer in ours.layers if isinstance(layer.mlp, ExpertsSpec)}
+    assert len(mixtures) == (kind in MIXTURES) and len(dense) == (kind not in MIXTURES)
+    for mixture in mixtures:
+        check_mixture(mixture, theirs, ACTIVATIONS[activation])
     eps = 1e-5 if kind == "opt" else first_of(theirs, "rms_norm_eps", "layer_norm_eps", "norm_epsilon",
                                               "layer_norm_epsilon")
     assert ours.norm is not None and {layer.norm.eps for layer in ours.layers} == {ours.norm.eps} == {eps}
@@ -66,8 +74,7 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
     always = kind in ("gpt2", "gpt_neox", "opt")
     output = always or first_of(theirs, "attention_out_bias", "attention_bias", "use_bias", "bias", default=False)
     assert {spec.output_bias for spec in ours.attention} == {output and not kind.startswith("glm")}
-    assert {layer.mlp.bias for layer in ours.layers} == {
-        always or first_of(theirs, "mlp_bias", "use_bias", "bias", default=False)}
+    assert {spec.bias for spec in dense} <= {always or first_of(theirs, "mlp_bias", "use_bias", "bias", default=False)}
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
     windows = [window if layer_type == "sliding_attention" and window and window < theirs.max_position_embeddings
@@ -84,6 +91,15 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
             assert (spec.rope.theta, spec.rope.kind) == (table["rope_theta"], table["rope_type"])
             share = table.get("partial_rotary_factor", 1)
             assert (spec.rope.dims or spec.head_dim) == int(share * spec.head_dim)
+
+
+def check_mixture(ours: ExpertsSpec, theirs: Any, activation: str) -> None:
+    inner = first_of(theirs, "moe_intermediate_size", "intermediate_size")
+    assert (ours.count, ours.dim, ours.activation) == (theirs.num_experts, inner, activation)
+    normalized = theirs.model_type == "mixtral" or theirs.norm_topk_prob
+    assert ours.routing == RoutingRule(theirs.num_experts_per_tok, normalized=normalized)
+    shared = getattr(theirs, "shared_expert_intermediate_size", 0)
+    assert (ours.shared_dim, ours.shared_gate, ours.choice_bias) == (shared, shared > 0, False)
 
 
 def first_of(theirs: Any, *names: str, default: Any = None) -> Any:
@@ -145,6 +161,20 @@ def test_mistral_without_its_keys() -> None:
 
 # As on the hub: keys that older versions of transformers wrote, and others that say nothing about the model.
 HUB: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000},
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
+        "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "use_sliding_window": False, "vocab_size": 151936},
     "gemma-3-1b": {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
         "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256, "hidden_size": 1152,
@@ -191,6 +221,24 @@ HUB: dict[str, dict[str, Any]] = {
         "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "num_key_value_heads": 2,
         "max_position_embeddings": 32768, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
 }
+
+
+@pytest.mark.parametrize(("changes", "layers"), [
+    ({}, {0, 1, 2, 3}), ({"decoder_sparse_step": 2}, {1, 3}), ({"mlp_only_layers": [0, 3]}, {1, 2}),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {3}), ({"mlp_only_layers": None}, {0, 1, 2, 3})], ids=str)
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_which_layers_have_experts(model_type: str, changes: dict[str, Any], layers: set[int]) -> None:
+    found = read({"model_type": model_type, "num_hidden_layers": 4, **changes})
+    assert {index for index, layer in enumerate(found.layers) if isinstance(layer.mlp, ExpertsSpec)} == layers
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_the_number_of_experts_has_two_names(model_type: str, key: str) -> None:
+    config = read({"model_type": model_type, key: 12})
+    assert {layer.mlp.count for layer in config.layers if isinstance(layer.mlp, ExpertsSpec)} == {12}
+    with pytest.raises(CheckpointError, match=r"num_experts_per_tok \(13\) must be at most the number of experts \(12"):
+        read({"model_type": model_type, key: 12, "num_experts_per_tok": 13})
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -400,6 +448,11 @@ def test_values_that_change_nothing_are_accepted() -> None:
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
     ("exaone4", {"sliding_window_pattern": "LLLG", "layer_types": ["full_attention"] * 2}, None),
+    ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen2_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
     ("granite", {"attention_multiplier": 0}, "attention_multiplier"),
     ("glm", {"rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, None),
     ("glm", {"rope_scaling": {"type": "linear", "factor": 2.0, "short_mscale": 1.2}}, "short_mscale"),

@@ -19,7 +19,7 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.engine.startup import model_of
-from jaxpaged.models.config import RopeConfig
+from jaxpaged.models.config import MLPSpec, RopeConfig
 from jaxpaged.models.hf_config import common_config
 from jaxpaged.models.rotary import rotary_angles, rotate
 from tests.support.paged_model import PagedModel, load
@@ -110,6 +110,16 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "falcon rw": {"model_type": "falcon", "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
                   "hidden_size": 60, "num_attention_heads": 6},
     "opt": {"model_type": "opt", "ffn_dim": 96},
+    "mixtral": {"model_type": "mixtral", "head_dim": 24, "sliding_window": 21, "num_local_experts": 5,
+                "num_experts_per_tok": 2},
+    "qwen2-moe": {"model_type": "qwen2_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3,
+                  "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72, "use_sliding_window": True,
+                  "sliding_window": 21, "max_window_layers": 2, "mlp_only_layers": [1]},
+    "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 24, "num_experts": 16, "num_experts_per_tok": 4,
+                  "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    "qwen3-moe, all experts": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4,
+                               "moe_intermediate_size": 24},
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
     "opt 350m": {"model_type": "opt", "ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
 }
 
@@ -156,7 +166,8 @@ VARIANTS = {
     "tied", "biases", "wide heads", "yarn in full", "yarn with a given factor", "yarn added later", "qwen2",
     "mistral without a window", "mistral within its window", "gemma2 as converted", "gemma3 as converted",
     "cohere2 as converted", "smollm3 as converted", "exaone4 as converted", "gpt2, scores by layer",
-    "gpt-neox in sequence", "falcon 7b", "falcon 11b", "opt"}
+    "gpt-neox in sequence", "falcon 7b", "falcon 11b", "opt",
+    "qwen3-moe, all experts"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in sorted(
@@ -340,6 +351,7 @@ def test_a_sparse_config_means_what_it_means_to_transformers(more: dict[str, Any
     ours, wanted = common_config(SPARSE | more), LlamaConfig(**SPARSE, **more)
     [layer] = set(ours.layers)
     spec, rope = layer.mixer, wanted.rope_parameters
+    assert isinstance(layer.mlp, MLPSpec)
     assert (spec.num_kv_heads, spec.head_dim) == (wanted.num_key_value_heads, wanted.head_dim)
     assert (ours.tie_embeddings, layer.mlp.bias) == (wanted.tie_word_embeddings, wanted.mlp_bias)
     assert (spec.bias, spec.output_bias) == (wanted.attention_bias, wanted.attention_bias)

@@ -1,0 +1,62 @@
+"""Mixtures of experts, and the one module that picks the path that computes them.
+
+Axis letters: T tokens, k experts of a token, E experts, D model, F mlp.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpaged.models.config import ExpertsSpec, MLPSpec
+from jaxpaged.models.layers import Linear, MeshAxes
+from jaxpaged.models.mlp import ACTIVATIONS, DenseMLP
+from jaxpaged.pallas_kernels import xla_experts
+from jaxpaged.pallas_kernels.routing import choose_experts
+
+
+class Experts(nnx.Module):
+    """The weighted sum of what each token's experts make of it, and of a shared MLP if there is one.
+
+    On a mesh each device has a part of every expert. All devices choose the same experts: what they choose by is the
+    same on all, bit by bit.
+    """
+
+    def __init__(
+        self, spec: ExpertsSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
+    ) -> None:
+        def draw(size_in: int, size_out: int) -> nnx.Param[jax.Array]:
+            numbers = jax.random.normal(rngs.params(), (spec.count, size_in, size_out), jnp.float32)
+            return nnx.Param((numbers * size_in**-0.5).astype(dtype))
+
+        make = partial(Linear, model_dim, bias=False, dtype=dtype, rngs=rngs)
+        self.router = make(spec.count)
+        self.choice_bias = nnx.Param(jnp.zeros(spec.count, dtype)) if spec.choice_bias else None
+        self.gate, self.up = draw(model_dim, spec.dim), draw(model_dim, spec.dim)
+        self.down = draw(spec.dim, model_dim)
+        shared = MLPSpec(spec.shared_dim, spec.activation)
+        self.shared = DenseMLP(shared, model_dim, dtype=dtype, rngs=rngs) if spec.shared_dim else None
+        self.shared_gate = make(1) if spec.shared_gate else None
+        self.spec, self.sum_over = spec, axis
+
+    def __call__(self, x: jax.Array, valid: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D].
+
+        Args:
+            valid: [T] bool; other rows are padding, for which no expert is read.
+        """
+        spec = self.spec
+        bias = None if self.choice_bias is None else self.choice_bias[...].astype(jnp.float32)
+        expert, weight = choose_experts(self.router.logits(x).astype(jnp.float32), bias, spec.routing)
+        expert = jnp.where(valid[:, None], expert, spec.count)
+        y = xla_experts.experts(x, expert, weight, self.gate[...], self.up[...], self.down[...],
+                                ACTIVATIONS[spec.activation])
+        if self.shared is not None:
+            y = y + self._share(x) * self.shared(x).astype(jnp.float32)
+        y = y.astype(x.dtype)
+        return jax.lax.psum(y, self.sum_over) if self.sum_over else y
+
+    def _share(self, x: jax.Array) -> jax.Array | float:
+        """The factor on what the shared MLP adds: [T, 1]."""
+        return 1.0 if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate.logits(x).astype(jnp.float32))

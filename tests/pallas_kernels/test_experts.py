@@ -1,0 +1,171 @@
+"""Routing and experts: the specification against transformers, and every path against the specification."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.pallas_kernels import reference, xla_experts
+from jaxpaged.pallas_kernels.routing import RoutingRule, choose_experts
+
+MARGIN = 1e-5  # between what is chosen and what is not; nearer, rounding decides
+RULES = {
+    "Mixtral": RoutingRule(2),
+    "Qwen2-MoE": RoutingRule(4, normalized=False),
+    "DeepSeek-V2": RoutingRule(6, groups=4, best_groups=2, normalized=False, scale=16.0),
+    "DeepSeek-V3": RoutingRule(6, sigmoid=True, groups=4, best_groups=2, by_two=True, scale=2.5),
+    "GLM-4.5": RoutingRule(5, sigmoid=True, scale=1.5),
+    "all": RoutingRule(32),
+    "one": RoutingRule(1, normalized=False),
+}
+
+
+def margins(logits: np.ndarray, bias: np.ndarray | None, rule: RoutingRule) -> np.ndarray:
+    """[T]: by how much scores would have to change for another choice of experts, or of groups."""
+    wide = logits.astype(np.float64)
+    power = np.exp(wide - wide.max(axis=1, keepdims=True))
+    merit = (1 / (1 + np.exp(-wide)) if rule.sigmoid else power / power.sum(axis=1, keepdims=True)) + (
+        0 if bias is None else bias)
+    gap = np.full(len(merit), np.inf)
+    if rule.groups > 1:
+        grouped = np.sort(merit.reshape(len(merit), rule.groups, -1), axis=2)
+        of_group = grouped[:, :, -2:].sum(axis=2) if rule.by_two else grouped[:, :, -1]
+        ranked = -np.sort(-of_group, axis=1)
+        gap = ranked[:, rule.best_groups - 1] - ranked[:, rule.best_groups]
+        eligible = of_group >= ranked[:, [rule.best_groups - 1]]
+        merit = np.where(np.repeat(eligible, grouped.shape[2], axis=1), merit, -1)
+    ranked = -np.sort(-merit, axis=1)
+    if rule.top_k < ranked.shape[1]:
+        gap = np.minimum(gap, ranked[:, rule.top_k - 1] - ranked[:, rule.top_k])
+    return gap
+
+
+def by_number(expert: Any, weight: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of each token by their numbers: among the chosen, the order has no consequence."""
+    order = np.argsort(expert, axis=1)
+    return np.take_along_axis(np.asarray(expert), order, 1), np.take_along_axis(np.asarray(weight), order, 1)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_routing(name: str) -> None:
+    rule, rng = RULES[name], np.random.default_rng(len(name))
+    logits = 2 * rng.standard_normal((300, 32)).astype(np.float32)
+    for bias in (None, rng.random(32).astype(np.float32) / 2):
+        clear = margins(logits, bias, rule) > MARGIN
+        wanted = by_number(*reference.choose_experts(logits, bias, rule))
+        found = by_number(*jax.jit(partial(choose_experts, rule=rule))(jnp.asarray(logits), bias))
+        assert clear.mean() > 0.9
+        np.testing.assert_array_equal(found[0][clear], wanted[0][clear])
+        np.testing.assert_allclose(found[1][clear], wanted[1][clear], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_of_equal_experts_the_first_is_chosen(name: str) -> None:
+    rule = RULES[name]
+    [chosen], [weight] = choose_experts(jnp.zeros((1, 32)), None, rule)
+    np.testing.assert_array_equal(chosen, range(rule.top_k))
+    np.testing.assert_array_equal(reference.choose_experts(np.zeros((1, 32)), None, rule)[0][0], chosen)
+    assert np.ptp(weight) == 0
+
+
+def draw_weights(rng: np.random.Generator, count: int, model_dim: int, dim: int) -> tuple[np.ndarray, ...]:
+    """Gate, up and down of `count` experts."""
+    return tuple((rng.standard_normal(shape) * shape[1] ** -0.5).astype(np.float32) for shape in (
+        (count, model_dim, dim), (count, model_dim, dim), (count, dim, model_dim)))
+
+
+BLOCKS: dict[str, tuple[str, str, dict[str, Any], RoutingRule]] = {
+    "Mixtral": ("mixtral", "MixtralSparseMoeBlock", {"num_local_experts": 8, "num_experts_per_tok": 2,
+                                                     "intermediate_size": 48}, RoutingRule(2)),
+    "Qwen3-MoE": ("qwen3_moe", "Qwen3MoeSparseMoeBlock", {"num_experts": 16, "num_experts_per_tok": 4}, RoutingRule(
+        4, normalized=False)),
+    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3MoE", {
+        "n_routed_experts": 32, "num_experts_per_tok": 6, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+                    RULES["DeepSeek-V3"]),
+    "GLM-4.5": ("glm4_moe", "Glm4MoeMoE", {
+        "n_routed_experts": 16, "num_experts_per_tok": 5, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
+                RULES["GLM-4.5"]),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_specification_is_what_transformers_computes(name: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
+    from importlib import import_module
+
+    from transformers import AutoConfig
+
+    model_type, block_name, sizes, rule = BLOCKS[name]
+    config = AutoConfig.for_model(model_type, hidden_size=64, moe_intermediate_size=48, **sizes)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    block = getattr(import_module(f"transformers.models.{model_type}.modeling_{model_type}"), block_name)(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    bias = None
+    if rule.sigmoid:
+        block.gate.e_score_correction_bias.copy_(0.3 * torch.rand(len(block.gate.weight)))
+        bias = block.gate.e_score_correction_bias.numpy().astype(np.float64)
+    x = torch.randn(1, 50, 64)
+    with torch.no_grad():
+        found = block(x)
+        wanted = found[0] if isinstance(found, tuple) else found
+        wanted = wanted - block.shared_experts(x) if rule.sigmoid else wanted
+    weights = {key: value.detach().numpy().astype(np.float64) for key, value in block.named_parameters()}
+    rows = x[0].numpy().astype(np.float64)
+    logits = rows @ weights["gate.weight"].T
+    assert (margins(logits, bias, rule) > MARGIN).all()
+    gate, up = np.split(weights["experts.gate_up_proj"].swapaxes(1, 2), 2, axis=2)
+    down = weights["experts.down_proj"].swapaxes(1, 2)
+    y = reference.experts(rows, *reference.choose_experts(logits, bias, rule), gate, up, down)
+    np.testing.assert_allclose(y, wanted.reshape(50, 64).numpy(), atol=2e-5 * y.std(), rtol=2e-5)
+
+
+def by_xla(x: np.ndarray, expert: np.ndarray, weight: np.ndarray, *weights: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(partial(xla_experts.experts, activate=jax.nn.silu))(x, expert, weight, *weights))
+
+
+@settings(max_examples=8, deadline=None)
+@given(tokens=st.integers(1, 40), count=st.integers(1, 9), top_k=st.integers(1, 9), model_dim=st.integers(1, 40),
+       dim=st.integers(1, 40), seed=st.integers(0, 99))
+def test_xla(tokens: int, count: int, top_k: int, model_dim: int, dim: int, seed: int) -> None:
+    """Of any sizes, with every kind of token: sent to some experts, to all, and nowhere."""
+    rng, top_k = np.random.default_rng(seed), min(top_k, count)
+    expert = np.stack([rng.permutation(count)[:top_k] for _ in range(tokens)]).astype(np.int32)
+    expert[rng.random(tokens) < 0.2] = count
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((tokens, model_dim), (tokens, top_k)))
+    weights = draw_weights(rng, count, model_dim, dim)
+    wanted = reference.experts(x, expert, weight, *weights)
+    np.testing.assert_allclose(by_xla(x, expert, weight, *weights), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("expert", [
+    np.full((40, 1), 2), np.tile([0, 3], (40, 1)), np.tile(np.arange(4), (40, 1)), np.full((40, 2), 4), [[3]]],
+    ids=["all sent to one", "two that nobody is sent to", "every token to all", "padding alone", "one token"])
+def test_loads_at_their_extremes(expert: Any) -> None:
+    expert = np.asarray(expert, np.int32)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((len(expert), 24)).astype(np.float32)
+    weight = rng.random(expert.shape).astype(np.float32)
+    weights = draw_weights(rng, 4, 24, 20)
+    for number in set(range(4)) - set(expert.ravel().tolist()):
+        for array in weights:
+            array[number] = np.nan  # nobody's; of no consequence
+    wanted = reference.experts(x, expert, weight, *weights)
+    np.testing.assert_allclose(by_xla(x, expert, weight, *weights), wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_xla_holds_no_product_of_all_experts() -> None:
+    """Its temporaries are those of one tile and of the pairs, however many experts there are."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (
+        (64, 256), (64, 4), (64, 4), (128, 256, 64), (128, 256, 64), (128, 64, 256))]
+    shapes[1] = jax.ShapeDtypeStruct((64, 4), jnp.int32)
+    compiled = jax.jit(partial(xla_experts.experts, activate=jax.nn.silu)).lower(*shapes).compile()
+    memory = compiled.memory_analysis()
+    pairs, one_expert = 64 * 4 * 256 * 4, 3 * 256 * 64 * 4
+    assert memory is not None and memory.temp_size_in_bytes < 4 * pairs + 2 * one_expert
