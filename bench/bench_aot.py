@@ -223,7 +223,7 @@ def document(version: str, rows: list[ProgramRow], sharded: Sequence[ShardedRow]
         "plan for the whole model makes it. tests/execution/test_aot_programs.py compiles the same again and "
         "compares. No number here was measured on a GPU.", "",
         *table_lines(rows), "",
-        "Aliased: what a program updates in place; besides the pool block table, ids and sampling state. Waits for: "
+        "Aliased: what a program updates in place: the pool, the block table, ids and sampling state. Waits for: "
         "asynchronous loads that may still be under way at each wait; more than 0 means that loads and arithmetic "
         f"overlap. {MOSAIC}, which `--gpu-attention auto` chooses for steps of few tokens on one Hopper, loads by TMA "
         "instead, into a ring of three blocks, each with a barrier for its keys and one for its values; it is a custom "

@@ -188,7 +188,7 @@ class EngineStats:
     """State of the engine after a step; counters are totals since its start.
 
     Blocks are units of the pool; `group_blocks_used` are those with references of each KV group.
-    `blocks_cached` counts free blocks with cached content that a request may share.
+    `blocks_swapped_out` and `blocks_swapped_in` count those copied to host memory and back.
     `blocks_used_sum` and `blocks_shared_sum` are sums over all steps: of the blocks with references, and of the
     references beyond each block's first.
     `kv_slots_held_sum` and `kv_slots_empty_sum` are sums of the two gauges over all steps, for a mean over a run.
@@ -200,7 +200,6 @@ class EngineStats:
     num_waiting: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
-    blocks_cached: int = 0
     group_blocks_used: tuple[int, ...] = (0,)
     blocks_used_sum: int = 0
     blocks_shared_sum: int = 0

@@ -177,7 +177,6 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             blocks_used=self._pool.num_used,
-            blocks_cached=self._pool.num_cached,
             group_blocks_used=self._pool.num_used_of_groups,
             kv_slots_held=held,
             kv_slots_empty=empty,

@@ -75,6 +75,8 @@ class Metrics:
 
         self._totals = {
             "num_preemptions": self._counter("vllm:num_preemptions", "Sequences that gave their blocks back."),
+            "blocks_swapped_out": self._counter("jaxpaged:blocks_swapped_out", "KV blocks copied to host memory."),
+            "blocks_swapped_in": self._counter("jaxpaged:blocks_swapped_in", "KV blocks copied back from host memory."),
             "padding_tokens": self._counter("jaxpaged:padding_tokens", "Rows of steps that carried no token."),
             "compilations": self._counter("jaxpaged:compilations", "Programs compiled or loaded; constant once ready."),
             "device_idle_seconds": self._counter("jaxpaged:device_idle_seconds",

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.host_memory import forget_pages
+from jaxpaged.loading.stored_dtype import stored_dtype
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # Elements read at a time.
@@ -63,16 +64,8 @@ class SafetensorsFile:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Dtype of a tensor.
-
-        Raises:
-            CheckpointError: it is not one of those supported.
-        """
-        stored = self._tensors[name].dtype
-        if stored not in _DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} is stored as {stored}, which is not supported; "
-                                  f"supported are {', '.join(_DTYPES)}")
-        return _DTYPES[stored]
+        """Dtype of a tensor; CheckpointError if it is not supported."""
+        return stored_dtype(self.path, name, self._tensors[name].dtype, _DTYPES)
 
     def read_tensor(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
         """Read a tensor, or a part of it, into `out`: its shape, any float dtype, any strides."""

@@ -34,29 +34,8 @@ _WHITE_SPACE_PATTERN = re.compile(
     r"|\{[0-9]+(?:,[0-9]*)?\})*")
 
 
-def grammar_text(wanted: StructuredOutputsParams, limits: Limits) -> str:
-    """The grammar of structured outputs, as llguidance's JSON text.
-
-    Raises:
-        RequestError: it is too large, malformed, or asks for what no grammar can say.
-    """
-    try:
-        prepared = prepared_schema(wanted, limits)
-        return _text_grammar(wanted, limits) if prepared is None else _json_grammar(wanted, prepared)
-    except RequestError:
-        raise
-    except RecursionError:
-        raise
-    except Exception:  # readers of schemas and grammars raise whatever they trip over
-        raise _bad(_REASON) from None
-
-
-def prepared_schema(wanted: StructuredOutputsParams, limits: Limits) -> PreparedSchema | None:
-    """The JSON schema of structured outputs, made ready for the compiler; None for those of another kind.
-
-    Raises:
-        RequestError: see `grammar_text`.
-    """
+def _prepared_schema(wanted: StructuredOutputsParams, limits: Limits) -> PreparedSchema | None:
+    """The JSON schema of structured outputs, made ready for the compiler; None for those of another kind."""
     if wanted.json_object:
         schema: dict[str, Any] = {"type": "object"}
     elif wanted.json is None:
@@ -126,7 +105,7 @@ class GrammarCompiler:
             RequestError: it is malformed, cannot be compiled, takes too much memory, or allows no text.
         """
         try:
-            prepared = prepared_schema(wanted, self._limits)
+            prepared = _prepared_schema(wanted, self._limits)
             with self._lock:  # one at a time, so that the growth of memory is its own
                 if prepared is not None:
                     return self._compile_schema(wanted, prepared)

@@ -51,7 +51,7 @@ class Soak:
         self.engine.check_integrity()
         stats = self.engine.stats()
         assert (stats.blocks_used, stats.num_running, stats.num_waiting, stats.kv_slots_held) == (0, 0, 0, 0)
-        assert self.engine._pool.num_free == stats.blocks_total >= stats.blocks_cached
+        assert self.engine._pool.num_free == stats.blocks_total == len(self.engine.pool_state().state_codes)
 
     def _add(self) -> None:
         draw = self.draw

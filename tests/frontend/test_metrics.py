@@ -17,10 +17,12 @@ INFO = EngineInfo(model="m", architecture="Llama", device="cpu", dtype="float32"
                   block_size=16, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64, num_programs=3,
                   weight_bytes=1, kv_cache_bytes=1, start_seconds=1.0, num_compiled=2)
 GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
-          "vllm:cache_config_info", "vllm:gpu_cache_usage_perc", "jaxpaged:kv_internal_fragmentation_ratio"}
+          "vllm:cache_config_info", "vllm:gpu_cache_usage_perc", "jaxpaged:kv_internal_fragmentation_ratio",
+          "jaxpaged:kv_group_blocks_used"}
 COUNTERS = {"vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prompt_tokens_cached",
             "vllm:request_success", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "jaxpaged:padding_tokens",
-            "jaxpaged:compilations", "jaxpaged:device_idle_seconds"}
+            "jaxpaged:compilations", "jaxpaged:device_idle_seconds", "jaxpaged:blocks_swapped_out",
+            "jaxpaged:blocks_swapped_in"}
 HISTOGRAMS = {"vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
               "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds",
               "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds", "vllm:request_prompt_tokens",
@@ -64,14 +66,15 @@ def test_engine_stats_become_gauges_counters_and_histograms() -> None:
     metrics = Metrics("m", INFO)
     metrics.record_stats(EngineStats(
         num_running=3, num_waiting=2, blocks_used=16, blocks_total=64, kv_slots_held=256, kv_slots_empty=64,
-        num_preemptions=5, padding_tokens=7, compilations=3, device_idle_seconds=0.25,
-        step_seconds=(("decode", 0.02), ("mixed", 0.2)), step_tokens=(3, 64)))
+        num_preemptions=5, blocks_swapped_out=9, blocks_swapped_in=8, padding_tokens=7, compilations=3,
+        device_idle_seconds=0.25, step_seconds=(("decode", 0.02), ("mixed", 0.2)), step_tokens=(3, 64)))
     found = samples(metrics)
     assert found["vllm:num_requests_running"] == 3
     assert found["vllm:num_requests_waiting"] == 2
     assert found["vllm:kv_cache_usage_perc"] == found["vllm:gpu_cache_usage_perc"] == 0.25
     assert found["jaxpaged:kv_internal_fragmentation_ratio"] == 0.25
     assert found["vllm:num_preemptions_total"] == 5
+    assert (found["jaxpaged:blocks_swapped_out_total"], found["jaxpaged:blocks_swapped_in_total"]) == (9, 8)
     assert found["jaxpaged:padding_tokens_total"] == 7
     assert found["jaxpaged:compilations_total"] == 3
     assert found["jaxpaged:device_idle_seconds_total"] == 0.25
