@@ -10,8 +10,8 @@ import gc
 import pickle
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from bench.common import engine_arguments, print_table, write_json
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 16,
-    "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
 }
 PARTS = ("schedule", "dispatch", "update_from_output")
@@ -48,8 +48,8 @@ class Clock:
         setattr(instance, name, timed)
 
 
-def make_engine(arguments: dict[str, Any]) -> Any:
-    """An engine of a tiny model with random weights."""
+def make_engine(arguments: dict[str, Any], windows: Sequence[int]) -> Any:
+    """An engine of a tiny model with random weights, and layers with these windows; 0 for none."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -59,7 +59,10 @@ def make_engine(arguments: dict[str, Any]) -> Any:
     from jaxpaged.models.registry import find_family
 
     family = find_family(TINY)
-    module = family.build(family.config_from_hf(TINY), jnp.float32, 0)
+    shape = family.config_from_hf(TINY | {"num_hidden_layers": len(windows)})
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window or None))
+                   for layer, window in zip(shape.layers, windows, strict=True))
+    module = family.build(shape.replace(layers=layers), jnp.float32, 0)
     config = EngineConfig(**({"max_num_seqs": 256, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 16_384,
                               "max_model_len": 1024, "max_waiting_requests": 100_000} | arguments))
     return Engine(config, model=InMemoryModel(module, nnx.to_pure_dict(nnx.state(module))))
@@ -108,10 +111,13 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, nargs="+", default=[1, 64, 1024, 4096], metavar="N",
                         help="besides the largest number of running requests, which take all slots")
     parser.add_argument("--steps", type=int, default=200, metavar="N")
+    parser.add_argument("--windows", type=int, nargs="+", default=[0], metavar="N",
+                        help="the sliding window of each layer of the model, 0 for none (default: one layer without); "
+                             "layers with equal ones form a KV group")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     args, engine_flags = parser.parse_known_args()
     max_running = max(args.running)
-    engine = make_engine({"max_num_seqs": max_running, **engine_arguments(engine_flags, parser.prog)})
+    engine = make_engine({"max_num_seqs": max_running, **engine_arguments(engine_flags, parser.prog)}, args.windows)
     clock = Clock()
     clock.around(engine._scheduler, "schedule")
     clock.around(engine._runner, "dispatch")

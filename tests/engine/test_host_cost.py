@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpaged.core.kv_groups import KVGroup
 from jaxpaged.core.messages import EngineRequest
 from jaxpaged.core.sampling_params import SamplingParams
 from jaxpaged.execution.step_input import pad_step
@@ -51,14 +52,14 @@ def busy_scheduler(running: int, waiting: int, policy: str, *, slots: int) -> Sc
     return scheduler
 
 
-def step_calls(scheduler: Scheduler) -> int:
-    """Calls of one step: schedule, build, process what it sampled."""
+def step_calls(scheduler: Scheduler, units: int = 1) -> int:
+    """Calls of one step: schedule, build, process what it sampled; a block has `units` units in all KV groups."""
     step: list[SchedulerOutput] = []
     running = scheduler.num_running
 
     def work() -> None:
         step.append(scheduler.schedule())
-        pad_step(step[0], size=running, num_samples=running, null_slot=running, block_size=16)
+        pad_step(step[0], size=running, num_samples=running, null_slot=running, block_size=16, units=units)
         scheduler.update_from_output(step[0], [0] * running)
 
     count = calls(work)
@@ -133,6 +134,29 @@ def test_a_token_costs_the_same_after_a_short_context_and_a_long_one() -> None:
         return step_calls(scheduler)
 
     assert decode_calls(128) == decode_calls(2048) == decode_calls(32_768)
+
+
+@pytest.mark.parametrize(("groups", "most"), [
+    ((KVGroup(24),), 1.15), ((KVGroup(), KVGroup(24)), 1.2), ((KVGroup(), KVGroup(24, 6)), 1.25),
+    ((KVGroup(), KVGroup(24, 2), KVGroup(40)), 1.3)])
+def test_more_kv_groups_cost_little(groups: tuple[KVGroup, ...], most: float) -> None:
+    """Over steps in which every request takes a block of each group, and frees one of each window."""
+    def decode_calls(groups: tuple[KVGroup, ...]) -> int:
+        widths = [group.width for group in groups]
+        pool = BlockPool(2 + 64 * 5 * sum(widths), widths)
+        scheduler = Scheduler(pool, block_size=16, groups=groups, max_num_seqs=64, max_num_batched_tokens=64 * 60)
+        for number in range(64):
+            scheduler.add_request(EngineRequest(f"r{number}", (number, *range(1, 60)), SamplingParams(), 30))
+        for _ in range(4):
+            step = scheduler.schedule()
+            scheduler.update_from_output(step, [0] * step.num_sampled)
+        before = pool.num_used_of_groups
+        count = sum(step_calls(scheduler, sum(widths)) for _ in range(16))
+        assert [after - used for after, used in zip(pool.num_used_of_groups, before, strict=True)] == [
+            64 * group.width * (group.window is None) for group in groups]
+        return count
+
+    assert decode_calls(groups) <= most * decode_calls((KVGroup(),))
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=12),

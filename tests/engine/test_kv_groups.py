@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -91,6 +92,23 @@ def test_greedy_ids_are_those_of_float64(engines: Any, how: dict[str, Any]) -> N
         assert engine.stats().num_preemptions > 0
     if how.get("preemption_mode") == "swap":
         assert engine.stats().blocks_swapped_in > 0
+
+
+@pytest.mark.parametrize(("pages", "largest", "rounded"), [
+    ("int8", 127, np.rint), ("fp8", 448, lambda x: x.astype(ml_dtypes.float8_e4m3fn).astype(np.float64))])
+def test_pages_of_8_bits_in_every_group(engines: Any, pages: str, largest: float, rounded: Any) -> None:
+    """Scales move with the numbers: copied, swapped, and in each unit of a bundle."""
+    def stored(x: np.ndarray) -> np.ndarray:
+        scale = np.abs(x).max(axis=-1, keepdims=True) / largest
+        return np.asarray(rounded(x / scale) * scale)
+
+    reference = replace(REFERENCE, stored=stored)
+    engine = engines(kv_cache_dtype=pages, num_gpu_blocks_override=24, max_num_batched_tokens=7,
+                     preemption_mode="swap", swap_space="0.01G")
+    ids, _ = run(engine, REQUESTS)
+    for name, found in ids.items():
+        assert reference.error(PROMPTS[name], found, 40) is None, name
+    assert engine.stats().num_preemptions > 0 and engine.stats().blocks_swapped_in > 0
 
 
 @pytest.mark.parametrize(("family", "changes", "windows", "blocks"), [
