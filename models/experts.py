@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import ExpertsSpec, MLPSpec
-from jaxpaged.models.layers import Linear, MeshAxes
+from jaxpaged.models.layers import ExpertKernels, Linear, MeshAxes
 from jaxpaged.models.mlp import ACTIVATIONS, DenseMLP
-from jaxpaged.pallas_kernels import xla_experts
+from jaxpaged.pallas_kernels import native_experts, xla_experts
 from jaxpaged.pallas_kernels.routing import choose_experts
 
 
@@ -26,15 +26,11 @@ class Experts(nnx.Module):
     def __init__(
         self, spec: ExpertsSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
-        def draw(size_in: int, size_out: int) -> nnx.Param[jax.Array]:
-            numbers = jax.random.normal(rngs.params(), (spec.count, size_in, size_out), jnp.float32)
-            return nnx.Param((numbers * size_in**-0.5).astype(dtype))
-
         make = partial(Linear, model_dim, bias=False, dtype=dtype, rngs=rngs)
         self.router = make(spec.count)
         self.choice_bias = nnx.Param(jnp.zeros(spec.count, dtype)) if spec.choice_bias else None
-        self.gate, self.up = draw(model_dim, spec.dim), draw(model_dim, spec.dim)
-        self.down = draw(spec.dim, model_dim)
+        self.expert_gate_up = ExpertKernels(spec.count, model_dim, 2 * spec.dim, dtype=dtype, rngs=rngs)
+        self.expert_down = ExpertKernels(spec.count, spec.dim, model_dim, dtype=dtype, rngs=rngs)
         shared = MLPSpec(spec.shared_dim, spec.activation)
         self.shared = DenseMLP(shared, model_dim, dtype=dtype, rngs=rngs) if spec.shared_dim else None
         self.shared_gate = make(1) if spec.shared_gate else None
@@ -50,8 +46,11 @@ class Experts(nnx.Module):
         bias = None if self.choice_bias is None else self.choice_bias[...].astype(jnp.float32)
         expert, weight = choose_experts(self.router.logits(x).astype(jnp.float32), bias, spec.routing)
         expert = jnp.where(valid[:, None], expert, spec.count)
-        y = xla_experts.experts(x, expert, weight, self.gate[...], self.up[...], self.down[...],
-                                ACTIVATIONS[spec.activation])
+        gate_up, down = self.expert_gate_up.weights, self.expert_down.weights
+        if self.expert_down.native and spec.activation == "silu":
+            y = native_experts.experts(x, expert, weight, gate_up, down)
+        else:
+            y = xla_experts.experts(x, expert, weight, gate_up, down, ACTIVATIONS[spec.activation])
         if self.shared is not None:
             y = y + self._share(x) * self.shared(x).astype(jnp.float32)
         y = y.astype(x.dtype)

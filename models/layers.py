@@ -84,6 +84,24 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+class ExpertKernels(nnx.Module):
+    """The weights of the same product in every expert of a layer: kernel [E, in, out].
+
+    `native`: see `use_native_products`. On a mesh a fused axis is two, of which the first is 1 here: see `FusedAxis`.
+    """
+
+    def __init__(self, count: int, size_in: int, size_out: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        draw = jax.random.normal(rngs.params(), (count, size_in, size_out), jnp.float32) * size_in**-0.5
+        self.kernel = nnx.Param(draw.astype(dtype))
+        self.native = False
+
+    @property
+    def weights(self) -> jax.Array:
+        """The kernels [E, in, out]."""
+        kernel = self.kernel[...]
+        return kernel.reshape(*kernel.shape[:2], -1)
+
+
 class Norm(nnx.Module):
     """A root mean square norm (Zhang and Sennrich, 2019) or, with a mean, a layer norm, in float32; see `NormSpec`.
 
@@ -179,5 +197,5 @@ def use_native_products(model: nnx.Module) -> None:
     Activations are float32; the weights may be stored in 16 bits or in blocks.
     """
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, Linear | Embedding | Norm):
+        if isinstance(module, Linear | Embedding | Norm | ExpertKernels):
             module.native = True

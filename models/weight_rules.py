@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxpaged.models.config import AttentionSpec, ModelConfig
+from jaxpaged.models.config import AttentionSpec, ExpertsSpec, ModelConfig
 from jaxpaged.models.quantization import BLOCK, PACKED_DTYPES, PANEL, WEIGHTS
 from jaxpaged.models.rotary import head_order
 
@@ -104,7 +104,12 @@ class WeightRule:
     @property
     def is_product(self) -> bool:
         """Whether the parameter is the weights of a product, those of experts apart."""
-        return self.path.rpartition(".")[2] in WEIGHTS and not any("{e}" in item.tensor for item in self.sources)
+        return self.path.rpartition(".")[2] in WEIGHTS and not self.is_of_experts
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the parameter is the weights of all experts of a layer."""
+        return self.axes[:1] == ("experts",)
 
     @property
     def fused_axis(self) -> int | None:
@@ -145,6 +150,8 @@ def packable(rules: Sequence[WeightRule], config: ModelConfig, devices: int, kv_
                    for name in ((names,) if isinstance(names, str) else names or ()))
 
     def check(path: str) -> bool:
+        if path not in table:  # of experts
+            return False
         rule, layer = table[path]
         out, depth = _packed_axes(rule)
         plain = all(item.rows is None and item.bounds is whole for item in rule.sources)
@@ -157,10 +164,20 @@ def packable(rules: Sequence[WeightRule], config: ModelConfig, devices: int, kv_
 
 
 def products(rules: Sequence[WeightRule], config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The modules that multiply with weights, by path, and the tensors of a checkpoint that these are made from."""
-    return {numbered(rule.module, layer): tuple(numbered(item.tensor, layer) for item in rule.sources)
-            for rule in rules if rule.is_product and not (config.tie_embeddings and rule.module == "head")
-            for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
+    """The modules that multiply with weights, by path, and the tensors of a checkpoint that these are made from.
+
+    Those of experts, each a tensor of its own, are made from the tensors of all of the layer: one kernel reads them.
+    """
+    found = {numbered(rule.module, layer): tuple(numbered(item.tensor, layer) for item in rule.sources)
+             for rule in rules if rule.is_product and not (config.tie_embeddings and rule.module == "head")
+             for layer in (range(config.num_layers) if "{i}" in rule.path else (0,))}
+    of_experts = [rule for rule in rules if rule.is_of_experts and "{e}" in rule.sources[0].tensor]
+    for layer, spec in enumerate(config.layers):
+        count = spec.mlp.count if isinstance(spec.mlp, ExpertsSpec) else 0
+        tensors = tuple(numbered(item.tensor, layer, expert) for rule in of_experts for item in rule.sources
+                        for expert in range(count))
+        found |= {numbered(rule.module, layer): tensors for rule in of_experts if count}
+    return found
 
 
 def tensor_of(rules: Sequence[WeightRule], path: str) -> str:
@@ -242,32 +259,27 @@ def dense(
             WeightRule(source("bias"), f"{path}.bias", as_is, () if whole_bias else axes[1:]))
 
 
+_EXPERT = "layers.{i}.mlp.expert"
+_EXPERTS_GATE_UP: Axes = ("experts", None, ("mlp", "mlp"))
+_EXPERTS_DOWN: Axes = ("experts", "mlp", None)
+
+
 def experts(prefix: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
     """Rules for the experts of a layer, each a tensor of its own.
 
     Args:
         gate, up, down: what their weights [out, in] are called.
     """
-    def rule(name: str, tensor: str, *axes: str | None) -> WeightRule:
-        return WeightRule(f"{prefix}.experts.{{e}}.{tensor}.weight", f"layers.{{i}}.mlp.{name}", transposed,
-                          ("experts", *axes))
-
-    return rule("gate", gate, None, "mlp"), rule("up", up, None, "mlp"), rule("down", down, "mlp", None)
+    names = [f"{prefix}.experts.{{e}}.{name}.weight" for name in (gate, up, down)]
+    return (WeightRule((names[0], names[1]), f"{_EXPERT}_gate_up.kernel", transposed, _EXPERTS_GATE_UP),
+            WeightRule(names[2], f"{_EXPERT}_down.kernel", transposed, _EXPERTS_DOWN))
 
 
 def fused_experts(prefix: str) -> tuple[WeightRule, ...]:
     """Rules for experts in two tensors, [E, 2F, D] with gate and up one after the other, and [E, D, F]."""
-    def half(index: int) -> Bounds:
-        def bounds(config: ModelConfig, layer: int) -> tuple[slice, ...]:
-            spec = config.layers[layer].mlp
-            return slice(0, getattr(spec, "count", 0)), slice(index * spec.dim, (index + 1) * spec.dim)
-
-        return bounds
-
-    both, axes = f"{prefix}.experts.gate_up_proj", ("experts", None, "mlp")
-    return (WeightRule(TensorSlice(both, half(0)), "layers.{i}.mlp.gate", each_transposed, axes),
-            WeightRule(TensorSlice(both, half(1)), "layers.{i}.mlp.up", each_transposed, axes),
-            WeightRule(f"{prefix}.experts.down_proj", "layers.{i}.mlp.down", each_transposed, ("experts", "mlp", None)))
+    return (WeightRule(f"{prefix}.experts.gate_up_proj", f"{_EXPERT}_gate_up.kernel", each_transposed,
+                       _EXPERTS_GATE_UP),
+            WeightRule(f"{prefix}.experts.down_proj", f"{_EXPERT}_down.kernel", each_transposed, _EXPERTS_DOWN))
 
 
 def rotated(tensor: str, heads_axis: int = 0) -> TensorSlice:

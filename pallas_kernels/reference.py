@@ -157,16 +157,15 @@ def experts(
     x: np.ndarray,  # [T, D]
     expert: np.ndarray,  # [T, k]; E: sent nowhere
     weight: np.ndarray,  # [T, k]
-    gate: np.ndarray,  # [E, D, F]
-    up: np.ndarray,  # [E, D, F]
+    gate_up: np.ndarray,  # [E, D, 2 * F], gate before up
     down: np.ndarray,  # [E, F, D]
 ) -> np.ndarray:  # [T, D] float64
     """The weighted sum of what each token's experts, with silu, make of it, pair by pair, in float64."""
-    x, gate, up, down = (np.asarray(array, np.float64) for array in (x, gate, up, down))
+    x, gate_up, down = (np.asarray(array, np.float64) for array in (x, gate_up, down))
     result = np.zeros(x.shape)
-    for token, column in np.argwhere(expert < len(gate)):
+    for token, column in np.argwhere(expert < len(down)):
         number = expert[token, column]
-        gated = x[token] @ gate[number]
-        hidden = gated / (1 + np.exp(-gated)) * (x[token] @ up[number])
+        gate, up = np.split(x[token] @ gate_up[number], 2)
+        hidden = gate / (1 + np.exp(-gate)) * up
         result[token] += float(weight[token, column]) * (hidden @ down[number])
     return result

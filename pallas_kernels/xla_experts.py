@@ -19,13 +19,12 @@ def experts(
     x: jax.Array,  # [T, D]
     expert: jax.Array,  # [T, k] int32; E: sent nowhere
     weight: jax.Array,  # [T, k] float32
-    gate: jax.Array,  # [E, D, F]
-    up: jax.Array,  # [E, D, F]
+    gate_up: jax.Array,  # [E, D, 2 * F], gate before up
     down: jax.Array,  # [E, F, D]
     activate: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:  # [T, D] float32
     """The weighted sum of activate(x @ gate) * (x @ up) @ down over each token's experts."""
-    pairs, top_k, count = expert.size, expert.shape[1], gate.shape[0]
+    pairs, top_k, count = expert.size, expert.shape[1], gate_up.shape[0]
     chosen = expert.reshape(-1)
     order = jnp.argsort(chosen, stable=True)
     rows_of = jnp.sum(chosen[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
@@ -39,8 +38,8 @@ def experts(
         row = begin + jnp.arange(ROWS)
         pair = jnp.where(row < first[number] + rows_of[number], order[jnp.minimum(row, pairs - 1)], pairs)
         inputs = x[jnp.minimum(pair, pairs - 1) // top_k]
-        hidden = activate(inputs @ gate[number]) * (inputs @ up[number])
-        return result.at[pair].set(hidden @ down[number], mode="drop", unique_indices=True)
+        gate, up = jnp.split(inputs @ gate_up[number], 2, axis=1)
+        return result.at[pair].set((activate(gate) * up) @ down[number], mode="drop", unique_indices=True)
 
     # What no tile writes is zero: pairs that are sent nowhere add nothing.
     rows = jax.lax.fori_loop(0, last_tile[-1], step, jnp.zeros((pairs, x.shape[1]), x.dtype))

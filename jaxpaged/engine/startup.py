@@ -168,7 +168,7 @@ def programs_of(
     store: Path | None = None,
 ) -> ProgramSet:
     """The programs of a layout, for its own definition or one of fewer layers; none is compiled yet."""
-    native = choose_native(config, device.platform, layout.dtype, layout.cache.dtype, definition.config.quant, report)
+    native = choose_native(config, device.platform, layout.dtype, layout.cache.dtype, definition.config, report)
     return ProgramSet(
         definition.graph, definition.shapes, definition.config,
         replace(layout.cache, num_strips=definition.config.kv_layout.num_strips), layout.shape, axes=definition.axes,
@@ -224,7 +224,7 @@ def model_of(
     quant = kept_as_stored(products(rules, model),
                            checkpoint.stored_type if checkpoint else lambda name: model.checkpoint_dtype,
                            packable(rules, model, devices, min(devices, model.num_kv_heads)))
-    if quant.types and keeps_stored(config, platform, dtype, quant):
+    if quant.types and keeps_stored(config, platform, dtype, model, quant):
         model = model.replace(quant=quant)
 
     def load(definition: ModelDefinition, programs: ProgramSet, progress: bool) -> Params:

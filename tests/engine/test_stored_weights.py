@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxpaged.commands.plan import main as plan
 from jaxpaged.core.errors import ConfigError
@@ -89,3 +89,23 @@ def test_the_plan_counts_the_bytes_that_the_engine_holds(tmp_path: Path, capsys:
         leaves = jax.tree.leaves(llm.get_params())
         assert planned["weight_bytes"] == sum(leaf.nbytes for leaf in leaves)
         assert planned["parameters"] == sum(leaf.size for leaf in leaves)
+
+
+def test_experts_stay_as_stored_where_all_are_of_one_type(tmp_path: Path) -> None:
+    """One kernel reads all experts of a layer; where one tensor has another type, all are widened."""
+    pytest.importorskip("torch", reason="torch is there on Python 3.11 only")
+    from tests.models.test_models import write_checkpoint
+
+    path = write_checkpoint(tmp_path / "model", "qwen2-moe")
+    tensors = {name: np.asarray(jnp.asarray(tensor, jnp.bfloat16))
+               for name, tensor in load_file(path / "model.safetensors").items()}
+    other = "model.layers.2.mlp.experts.3.down_proj.weight"
+    save_file(tensors | {other: tensors[other].astype(np.float16)}, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    with LLM(path, **ENGINE_ARGS) as kept, LLM(path, quantization="none", **ENGINE_ARGS) as dense:
+        found = dtypes(kept)
+        assert {name: found[name] for name in found if "expert_" in name} == {
+            f"layers.{layer}.mlp.expert_{name}.kernel": "float32" if layer == 2 else "bfloat16"
+            for layer in (0, 2, 3) for name in ("gate_up", "down")}
+        assert answers(kept) == answers(dense)

@@ -1,6 +1,8 @@
 """Routing and experts: the specification against transformers, and every path against the specification."""
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.pallas_kernels import reference, xla_experts
+from jaxpaged.pallas_kernels import native_experts, reference, xla_experts
+from jaxpaged.pallas_kernels.native_build import build
 from jaxpaged.pallas_kernels.routing import RoutingRule, choose_experts
 
+DTYPES = ("float32", "bfloat16", "float16")
 MARGIN = 1e-5  # between what is chosen and what is not; nearer, rounding decides
 RULES = {
     "Mixtral": RoutingRule(2),
@@ -74,9 +78,9 @@ def test_of_equal_experts_the_first_is_chosen(name: str) -> None:
 
 
 def draw_weights(rng: np.random.Generator, count: int, model_dim: int, dim: int) -> tuple[np.ndarray, ...]:
-    """Gate, up and down of `count` experts."""
+    """Of `count` experts: gate and up, and down."""
     return tuple((rng.standard_normal(shape) * shape[1] ** -0.5).astype(np.float32) for shape in (
-        (count, model_dim, dim), (count, model_dim, dim), (count, dim, model_dim)))
+        (count, model_dim, 2 * dim), (count, dim, model_dim)))
 
 
 BLOCKS: dict[str, tuple[str, str, dict[str, Any], RoutingRule]] = {
@@ -120,34 +124,46 @@ def test_the_specification_is_what_transformers_computes(name: str) -> None:
     rows = x[0].numpy().astype(np.float64)
     logits = rows @ weights["gate.weight"].T
     assert (margins(logits, bias, rule) > MARGIN).all()
-    gate, up = np.split(weights["experts.gate_up_proj"].swapaxes(1, 2), 2, axis=2)
-    down = weights["experts.down_proj"].swapaxes(1, 2)
-    y = reference.experts(rows, *reference.choose_experts(logits, bias, rule), gate, up, down)
+    gate_up, down = (weights[f"experts.{name}_proj"].swapaxes(1, 2) for name in ("gate_up", "down"))
+    y = reference.experts(rows, *reference.choose_experts(logits, bias, rule), gate_up, down)
     np.testing.assert_allclose(y, wanted.reshape(50, 64).numpy(), atol=2e-5 * y.std(), rtol=2e-5)
 
 
-def by_xla(x: np.ndarray, expert: np.ndarray, weight: np.ndarray, *weights: np.ndarray) -> np.ndarray:
-    return np.asarray(jax.jit(partial(xla_experts.experts, activate=jax.nn.silu))(x, expert, weight, *weights))
+@pytest.fixture(scope="module", params=["xla", "native"])
+def experts(request: pytest.FixtureRequest, native_folder: Path) -> Callable[..., np.ndarray]:
+    """What computes them."""
+    if request.param == "native":
+        if failure := build(native_folder, [native_experts.kernel_for(dtype) for dtype in DTYPES]):
+            pytest.skip(f"the native kernel cannot be built here: {failure}")
+        run = jax.jit(native_experts.experts)
+    else:
+        run = jax.jit(partial(xla_experts.experts, activate=jax.nn.silu))
+    return lambda *args: np.asarray(run(*args))
 
 
-@settings(max_examples=8, deadline=None)
-@given(tokens=st.integers(1, 40), count=st.integers(1, 9), top_k=st.integers(1, 9), model_dim=st.integers(1, 40),
-       dim=st.integers(1, 40), seed=st.integers(0, 99))
-def test_xla(tokens: int, count: int, top_k: int, model_dim: int, dim: int, seed: int) -> None:
-    """Of any sizes, with every kind of token: sent to some experts, to all, and nowhere."""
-    rng, top_k = np.random.default_rng(seed), min(top_k, count)
+def draw(seed: int, tokens: int, count: int, top_k: int, model_dim: int, dim: int) -> tuple[np.ndarray, ...]:
+    """Every kind of token: sent to some experts, to all, and nowhere."""
+    rng = np.random.default_rng(seed)
     expert = np.stack([rng.permutation(count)[:top_k] for _ in range(tokens)]).astype(np.int32)
     expert[rng.random(tokens) < 0.2] = count
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((tokens, model_dim), (tokens, top_k)))
-    weights = draw_weights(rng, count, model_dim, dim)
-    wanted = reference.experts(x, expert, weight, *weights)
-    np.testing.assert_allclose(by_xla(x, expert, weight, *weights), wanted, atol=2e-5, rtol=2e-5)
+    return x, expert, weight, *draw_weights(rng, count, model_dim, dim)
+
+
+@settings(max_examples=8, deadline=None)
+@given(tokens=st.integers(1, 90), count=st.integers(1, 9), top_k=st.integers(1, 9), model_dim=st.integers(1, 70),
+       dim=st.integers(1, 70), seed=st.integers(0, 99))
+def test_any_sizes(
+    experts: Callable[..., np.ndarray], tokens: int, count: int, top_k: int, model_dim: int, dim: int, seed: int
+) -> None:
+    args = draw(seed, tokens, count, min(top_k, count), model_dim, dim)
+    np.testing.assert_allclose(experts(*args), reference.experts(*args), atol=3e-5, rtol=3e-5)
 
 
 @pytest.mark.parametrize("expert", [
     np.full((40, 1), 2), np.tile([0, 3], (40, 1)), np.tile(np.arange(4), (40, 1)), np.full((40, 2), 4), [[3]]],
     ids=["all sent to one", "two that nobody is sent to", "every token to all", "padding alone", "one token"])
-def test_loads_at_their_extremes(expert: Any) -> None:
+def test_loads_at_their_extremes(experts: Callable[..., np.ndarray], expert: Any) -> None:
     expert = np.asarray(expert, np.int32)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((len(expert), 24)).astype(np.float32)
@@ -156,14 +172,34 @@ def test_loads_at_their_extremes(expert: Any) -> None:
     for number in set(range(4)) - set(expert.ravel().tolist()):
         for array in weights:
             array[number] = np.nan  # nobody's; of no consequence
-    wanted = reference.experts(x, expert, weight, *weights)
-    np.testing.assert_allclose(by_xla(x, expert, weight, *weights), wanted, atol=2e-5, rtol=2e-5)
+    args = x, expert, weight, *weights
+    np.testing.assert_allclose(experts(*args), reference.experts(*args), atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("experts", ["native"], indirect=True)
+@pytest.mark.parametrize("sizes", [(120, 8, 3, 96, 50), (150, 2, 2, 400, 30)], ids=str)
+def test_a_row_is_bitwise_the_same_in_any_batch(experts: Callable[..., np.ndarray], sizes: tuple[int, ...]) -> None:
+    """Alone, and among others that make its experts few rows or many; in any order."""
+    x, expert, weight, *weights = draw(1, *sizes)
+    whole = experts(x, expert, weight, *weights)
+    order = np.random.default_rng(2).permutation(len(x))
+    for rows in (order[:1], order[:9], order[:33], order[:70], order):
+        np.testing.assert_array_equal(experts(x[rows], expert[rows], weight[rows], *weights), whole[rows])
+
+
+@pytest.mark.parametrize("experts", ["native"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_weights_in_16_bits_give_the_results_of_float32(experts: Callable[..., np.ndarray], dtype: str) -> None:
+    x, expert, weight, *weights = draw(3, 70, 4, 2, 65, 50)
+    kept = [np.asarray(jnp.asarray(array, dtype)) for array in weights]
+    wide = [array.astype(np.float32) for array in kept]
+    np.testing.assert_array_equal(experts(x, expert, weight, *kept), experts(x, expert, weight, *wide))
 
 
 def test_xla_holds_no_product_of_all_experts() -> None:
     """Its temporaries are those of one tile and of the pairs, however many experts there are."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (
-        (64, 256), (64, 4), (64, 4), (128, 256, 64), (128, 256, 64), (128, 64, 256))]
+        (64, 256), (64, 4), (64, 4), (128, 256, 128), (128, 64, 256))]
     shapes[1] = jax.ShapeDtypeStruct((64, 4), jnp.int32)
     compiled = jax.jit(partial(xla_experts.experts, activate=jax.nn.silu)).lower(*shapes).compile()
     memory = compiled.memory_analysis()
