@@ -398,6 +398,13 @@ class Harness:
     def _status(self, name: str) -> RequestStatus:
         return self.requests[name].status if name in self.requests else RequestStatus.WAITING
 
+    def _check_windows(self, chunk: ScheduledChunk) -> None:
+        """No block is kept that none of the chunk's tokens sees."""
+        for group, table in zip(self.groups, self.requests[chunk.request_id].block_tables, strict=True):
+            if group.window is not None and chunk.num_tokens:
+                unseen = table[: max(chunk.start - group.window + 1, 0) // self.block_size]
+                assert set(unseen) <= {NULL_BLOCK}
+
     def _check_step(self, step: SchedulerOutput) -> None:
         chunks = step.chunks
         live = self.scheduler._queues.live
@@ -410,6 +417,7 @@ class Harness:
         assert step.num_sampled <= max(rows), "more samples than a step has rows for"
         for chunk in chunks:
             self._check_blocks(chunk.request_id)
+            self._check_windows(chunk)
         running = self.running()
         if running and running[0] not in names:
             first = self.requests[running[0]]
