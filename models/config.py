@@ -164,6 +164,7 @@ class ModelConfig:
     Attributes:
         norm: the norm before the head, if there is one.
         max_stretched_len: the longest context that can be asked for, where it is longer than `max_model_len`.
+        head_bias: of the product that gives the logits.
         learned_positions: rows of a table of position embeddings that is added to the token's; 0: none.
         position_offset: the row of the first position.
         embedding_dim: of embeddings, where these are projected to D, and what the head reads is projected back.
@@ -183,6 +184,7 @@ class ModelConfig:
     norm: NormSpec | None = NormSpec()
     max_stretched_len: int | None = None
     tie_embeddings: bool = False
+    head_bias: bool = False
     learned_positions: int = 0
     position_offset: int = 0
     embedding_dim: int | None = None

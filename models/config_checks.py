@@ -18,7 +18,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (None, 1), "scale_emb": (None, 1), "residual_multiplier": (None, 1),
     "attention_multiplier": (None,), "query_pre_attn_scalar": (None,), "logits_scaling": (None, 1),
     "logit_scale": (None, 1), "lm_head_multiplier": (None, 1), "scale_depth": (None,), "dim_model_base": (None,),
-    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "clip_qkv": (None,),
+    "lm_head_bias": _ABSENT, "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "clip_qkv": (None,),
     # norms and blocks
     "use_qk_norm": _ABSENT, "qk_norm": _ABSENT, "qk_layernorm": _ABSENT, "use_parallel_residual": _ABSENT,
     "parallel_attn": _ABSENT, "attn_output_gate": _ABSENT, "hidden_activation": (None,),
@@ -29,7 +29,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sliding_window": _ABSENT, "num_kv_shared_layers": _ABSENT,
     # latent attention, experts
     "kv_lora_rank": _ABSENT, "q_lora_rank": _ABSENT, "num_experts": _ABSENT, "num_local_experts": _ABSENT,
-    "n_routed_experts": _ABSENT,
+    "n_routed_experts": _ABSENT, "moe_num_experts": _ABSENT,
 }
 
 

@@ -28,7 +28,7 @@ class Experts(nnx.Module):
     ) -> None:
         make = partial(Linear, model_dim, bias=False, dtype=dtype, rngs=rngs)
         self.router = make(spec.count)
-        self.choice_bias = nnx.Param(jnp.zeros(spec.count, dtype)) if spec.choice_bias else None
+        self.choice_bias = nnx.Param(jnp.zeros(spec.count, jnp.float32)) if spec.choice_bias else None
         self.expert_gate_up = ExpertKernels(spec.count, model_dim, 2 * spec.dim, dtype=dtype, rngs=rngs)
         self.expert_down = ExpertKernels(spec.count, spec.dim, model_dim, dtype=dtype, rngs=rngs)
         shared = MLPSpec(spec.shared_dim, spec.activation)
@@ -43,7 +43,7 @@ class Experts(nnx.Module):
             valid: [T] bool; other rows are padding, for which no expert is read.
         """
         spec = self.spec
-        bias = None if self.choice_bias is None else self.choice_bias[...].astype(jnp.float32)
+        bias = None if self.choice_bias is None else self.choice_bias[...]
         expert, weight = choose_experts(self.router.logits(x).astype(jnp.float32), bias, spec.routing)
         expert = jnp.where(valid[:, None], expert, spec.count)
         gate_up, down = self.expert_gate_up.weights, self.expert_down.weights

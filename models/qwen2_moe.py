@@ -6,7 +6,7 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import common_config, flag, layer_types, layer_windows, size, with_defaults
 from jaxpaged.models.mixture_config import COUNTS, experts_spec, sparse_layers
-from jaxpaged.models.weight_rules import WeightRule, experts, fused_experts, transposed
+from jaxpaged.models.weight_rules import WeightRule, experts, fused_experts, router, shared_mlp, transposed
 
 DEFAULTS: dict[str, Any] = {
     "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -18,15 +18,12 @@ DEFAULTS: dict[str, Any] = {
     "mlp_only_layers": None, "qkv_bias": True,
 }
 IGNORED = llama.IGNORED
-ROUTER = WeightRule("model.layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.kernel", transposed)
-_SHARED = "model.layers.{i}.mlp.shared_expert"
+ROUTER = router("model.layers.{i}.mlp.gate.weight")
 WEIGHTS = (
     *llama.WEIGHTS, ROUTER, *experts("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj"),
     *fused_experts("model.layers.{i}.mlp"),
-    WeightRule((f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"), "layers.{i}.mlp.shared.gate_up.kernel",
-               transposed, (None, ("shared_mlp", "shared_mlp"))),
-    WeightRule(f"{_SHARED}.down_proj.weight", "layers.{i}.mlp.shared.down.kernel", transposed, ("shared_mlp", None)),
-    WeightRule(f"{_SHARED}_gate.weight", "layers.{i}.mlp.shared_gate.kernel", transposed))
+    *shared_mlp("model.layers.{i}.mlp.shared_expert"),
+    WeightRule("model.layers.{i}.mlp.shared_expert_gate.weight", "layers.{i}.mlp.shared_gate.kernel", transposed))
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:

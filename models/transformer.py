@@ -93,7 +93,7 @@ class Transformer(nnx.Module):
                                 for spec in config.layers])
         self.norm = Norm(width, config.norm, dtype=dtype) if config.norm else None
         tied = config.tie_embeddings
-        self.head = None if tied else Linear(outer, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
+        self.head = None if tied else Linear(outer, config.vocab_size, bias=config.head_bias, dtype=dtype, rngs=rngs)
         if config.quant.blocks:
             keep_blocks(self, config.quant.blocks)
 

@@ -68,6 +68,8 @@ class WeightRule:
     Of several rules with one path the first whose tensors a checkpoint has is taken; they have the same axes.
 
     `packed`: the parameter is one of the arrays of `packed_shapes`, of the tensors' blocks.
+
+    `wide`: the parameter is float32 in a model of any dtype.
     """
 
     tensor: Source | tuple[Source, ...]
@@ -76,6 +78,7 @@ class WeightRule:
     axes: Axes = ()
     transform_by_config: Callable[[ModelConfig], Transform] | None = None
     packed: str | None = None
+    wide: bool = False
 
     def transform_of(self, config: ModelConfig) -> Transform:
         """The transform for a model of this config."""
@@ -275,16 +278,39 @@ def experts(prefix: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...
             WeightRule(names[2], f"{_EXPERT}_down.kernel", transposed, _EXPERTS_DOWN))
 
 
-def fused_experts(prefix: str) -> tuple[WeightRule, ...]:
+def router(tensor: str) -> WeightRule:
+    """Rule for the weights [E, D] of a router's product."""
+    return WeightRule(tensor, "layers.{i}.mlp.router.kernel", transposed)
+
+
+def choice_bias(tensor: str) -> WeightRule:
+    """Rule for a bias on the choice of experts, of any shape with E numbers: what 16 bits round away is a choice."""
+    return WeightRule(tensor, "layers.{i}.mlp.choice_bias", flat, wide=True)
+
+
+def shared_mlp(prefix: str) -> tuple[WeightRule, ...]:
+    """Rules for a gated MLP beside the experts."""
+    path, gate_up = "layers.{i}.mlp.shared", (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+    return (WeightRule(gate_up, f"{path}.gate_up.kernel", transposed, (None, ("shared_mlp", "shared_mlp"))),
+            WeightRule(f"{prefix}.down_proj.weight", f"{path}.down.kernel", transposed, ("shared_mlp", None)))
+
+
+def fused_experts(
+    prefix: str, gate_up: str = "experts.gate_up_proj", down: str = "experts.down_proj"
+) -> tuple[WeightRule, ...]:
     """Rules for experts in two tensors, [E, 2F, D] with gate and up one after the other, and [E, D, F]."""
-    return (WeightRule(f"{prefix}.experts.gate_up_proj", f"{_EXPERT}_gate_up.kernel", each_transposed,
-                       _EXPERTS_GATE_UP),
-            WeightRule(f"{prefix}.experts.down_proj", f"{_EXPERT}_down.kernel", each_transposed, _EXPERTS_DOWN))
+    return (WeightRule(f"{prefix}.{gate_up}", f"{_EXPERT}_gate_up.kernel", each_transposed, _EXPERTS_GATE_UP),
+            WeightRule(f"{prefix}.{down}", f"{_EXPERT}_down.kernel", each_transposed, _EXPERTS_DOWN))
 
 
 def rotated(tensor: str, heads_axis: int = 0) -> TensorSlice:
     """All of a tensor of queries or keys: see `TensorSlice.heads_axis`."""
     return TensorSlice(tensor, whole, heads_axis)
+
+
+def flat(tensor: np.ndarray) -> np.ndarray:
+    """All numbers along one axis."""
+    return tensor.reshape(-1)
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:

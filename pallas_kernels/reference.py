@@ -139,6 +139,18 @@ def choose_experts(logits: np.ndarray, bias: np.ndarray | None, rule: RoutingRul
     """Experts [T, k] int32 and weights [T, k] of logits [T, E] by the rule, token by token, in float64."""
     experts, weights = [], []
     for row in np.asarray(logits, np.float64):
+        if rule.margin is not None:
+            left = {expert: float(logit) for expert, logit in enumerate(row)}
+            order, shares = [], []
+            for _ in range(rule.top_k):
+                best = max(left.values())
+                near = [logit for logit in left.values() if best - logit <= rule.margin * max(abs(logit), best)]
+                order.append(min(expert for expert in left if left[expert] == best))
+                shares.append(1 / sum(np.exp(logit - best) for logit in near))
+                del left[order[-1]]
+            experts.append(np.array(order))
+            weights.append(np.array(shares))
+            continue
         power = np.exp(row - row.max())
         scores = 1 / (1 + np.exp(-row)) if rule.sigmoid else power / power.sum()
         merit = scores.copy() if bias is None else scores + bias

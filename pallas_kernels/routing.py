@@ -7,10 +7,13 @@
 | DeepSeek-V2 | softmax | - | 8, best 3, by their best expert | no | 16 |
 | DeepSeek-V3 | sigmoid | yes | 8, best 4, by their two best | yes | 2.5 |
 | Kimi K2, GLM-4.5 | sigmoid | yes | - | yes | their own |
+| MiniMax-M2 | sigmoid | yes | - | yes | 1 |
+| ERNIE 4.5 | softmax | yes | - | yes | 1 |
 | gpt-oss, Granite MoE | softmax | - | - | yes | 1 |
 
 Normalized softmax scores of the chosen experts are the softmax of the chosen logits, so gpt-oss needs no rule of its
-own. Of equal scores the expert with the lower number comes first.
+own. PhiMoE chooses by logits, and weighs each expert among those of about its own logit alone: see `margin`. Of equal
+scores the expert with the lower number comes first.
 """
 
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ class RoutingRule:
         by_two: a group is as good as the sum of its two best experts; else as its best one.
         normalized: the weights of a token are divided by their sum.
         scale: factor on all weights.
+        margin: experts are chosen one after the other, each weighed by its share in the softmax over itself and what is
+            not chosen yet, of which only logits count that lie less than this share below it (SparseMixer; Liu et al.,
+            2023). No other field but `top_k` says anything then.
     """
 
     top_k: int
@@ -42,6 +48,7 @@ class RoutingRule:
     by_two: bool = False
     normalized: bool = True
     scale: float = 1.0
+    margin: float | None = None
 
 
 def choose_experts(
@@ -50,6 +57,8 @@ def choose_experts(
     rule: RoutingRule,
 ) -> tuple[jax.Array, jax.Array]:
     """Experts [T, k] int32, the best first, and their weights [T, k] float32."""
+    if rule.margin is not None:
+        return _one_by_one(logits, rule.top_k, rule.margin)
     scores = jax.nn.sigmoid(logits) if rule.sigmoid else jax.nn.softmax(logits, axis=1)
     merit = scores if bias is None else scores + bias
     if rule.groups > 1:
@@ -63,3 +72,17 @@ def choose_experts(
     if rule.normalized:
         weight = weight / (weight.sum(axis=1, keepdims=True) + _TINY)
     return expert, weight * rule.scale
+
+
+def _one_by_one(logits: jax.Array, top_k: int, margin: float) -> tuple[jax.Array, jax.Array]:
+    """See `RoutingRule.margin`."""
+    experts, weights, left = [], [], logits
+    for _ in range(top_k):
+        best = jnp.max(left, axis=1, keepdims=True)
+        expert = jnp.argmax(left, axis=1)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > margin
+        # The chosen one is the largest of those that count: its power is 1.
+        weights.append(1 / jnp.sum(jnp.where(far, 0, jnp.exp(left - best)), axis=1))
+        experts.append(expert)
+        left = jnp.where(jnp.arange(logits.shape[1]) == expert[:, None], -jnp.inf, left)
+    return jnp.stack(experts, axis=1).astype(jnp.int32), jnp.stack(weights, axis=1)

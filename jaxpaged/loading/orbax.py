@@ -96,8 +96,8 @@ class OrbaxCheckpoint:
 
 def saved_rules(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
     """The weight table of a model that `save` has written, by that of the checkpoint it came from."""
-    return tuple(WeightRule(tuple(part.path for part in rule.parts), rule.path, as_is, rule.axes)
-                 if len(rule.parts) > 1 else WeightRule(rule.path, rule.path, as_is, rule.axes) for rule in rules)
+    return tuple(WeightRule(tuple(part.path for part in rule.parts) if len(rule.parts) > 1 else rule.path, rule.path,
+                            as_is, rule.axes, wide=rule.wide) for rule in rules)
 
 
 def is_orbax(path: Path) -> bool:

@@ -96,8 +96,9 @@ def load_params(
         config: of the model as stored. Its scheme says which weights stay in their stored dtype. A rule with `{i}`
             applies to each of its layers; where its output head is the embedding, a head in the checkpoint needs no
             parameter.
-        ignored: fnmatch patterns of tensors that need no parameter.
-        dtype: of all other parameters.
+        ignored: fnmatch patterns of tensors that need no parameter; in them `{n}` is the number of layers, the first
+            layer that the model does not have.
+        dtype: of all other parameters, but for those whose rule is wide.
         wanted: shape and sharding of each parameter on its devices, in the tree of `shapes`; zeros fill up what is
             larger than stored. Without it, all are on the default device.
         axes: of each parameter on these devices, in the same tree; may be left out where none is fused.
@@ -180,11 +181,13 @@ def _match(
                 sources[-1].append(source)
         target = tuple(targets[path].shape)
         sharding = getattr(targets[path], "sharding", None) or default
-        tasks.append(_Task(path, shape, axes_of.get(path, ()), tuple(map(tuple, sources)), is_stack,
-                           kept.get(dotted, dtype), target, sharding, _shards(target, sharding)))
+        kept_in = np.dtype(np.float32) if rule.wide else kept.get(dotted, dtype)
+        tasks.append(_Task(path, shape, axes_of.get(path, ()), tuple(map(tuple, sources)), is_stack, kept_in, target,
+                           sharding, _shards(target, sharding)))
+    patterns = [pattern.replace("{n}", str(config.num_layers)) for pattern in ignored]
     for name in sorted(names) if not problems else sorted(names - used.keys()):
         count, size = used.get(name), 0 if name not in used else math.prod(checkpoint.shape(name))
-        if count is None and not any(fnmatchcase(name, pattern) for pattern in ignored):
+        if count is None and not any(fnmatchcase(name, pattern) for pattern in patterns):
             problems.append(f"tensor {name} is not used by the model")
         elif count is not None and count < size:
             problems.append(f"tensor {name} has {size:,} numbers, of which the model uses {count:,}")

@@ -41,7 +41,11 @@ def read(hf: dict[str, Any]) -> ModelConfig:
 
 
 # Model types with mixtures of experts: in every layer, unless their config says otherwise.
-MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"
+MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "minimax_m2"
+# In all but the first layers.
+PARTLY = "glm4_moe", "ernie4_5_moe"
+# The defaults of its class would have it rotate 21 numbers of each head.
+HEADS = {"glm4_moe": {"head_dim": 128}}
 # Families that have a rotary table for each type of layer.
 BY_LAYER_TYPE = "Gemma3ForCausalLM", "Olmo3ForCausalLM"
 
@@ -61,7 +65,11 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
     dense = {layer.mlp for layer in ours.layers if isinstance(layer.mlp, MLPSpec)}
     assert {(spec.dim, spec.activation) for spec in dense} <= {(inner, ACTIVATIONS[activation])}
     mixtures = {layer.mlp for layer in ours.layers if isinstance(layer.mlp, ExpertsSpec)}
-    assert len(mixtures) == (kind in MIXTURES) and len(dense) == (kind not in MIXTURES)
+    assert len(mixtures) == (kind in MIXTURES + PARTLY) and len(dense) == (kind not in MIXTURES)
+    if kind in PARTLY:
+        first = first_of(theirs, "first_k_dense_replace", "moe_layer_start_index")
+        assert [isinstance(layer.mlp, ExpertsSpec) for layer in ours.layers] == [
+            index >= first for index in range(ours.num_layers)]
     for mixture in mixtures:
         check_mixture(mixture, theirs, ACTIVATIONS[activation])
     eps = 1e-5 if kind == "opt" else first_of(theirs, "rms_norm_eps", "layer_norm_eps", "norm_epsilon",
@@ -95,11 +103,21 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
 
 def check_mixture(ours: ExpertsSpec, theirs: Any, activation: str) -> None:
     inner = first_of(theirs, "moe_intermediate_size", "intermediate_size")
-    assert (ours.count, ours.dim, ours.activation) == (theirs.num_experts, inner, activation)
-    normalized = theirs.model_type == "mixtral" or theirs.norm_topk_prob
-    assert ours.routing == RoutingRule(theirs.num_experts_per_tok, normalized=normalized)
+    count = first_of(theirs, "num_experts", "num_local_experts")
+    assert (ours.count, ours.dim, ours.activation) == (count, inner, activation)
+    kind, top_k = theirs.model_type, theirs.num_experts_per_tok
+    corrected = kind in ("glm4_moe", "minimax_m2", "ernie4_5_moe")
+    if kind == "phimoe":
+        rule = RoutingRule(top_k, normalized=False, margin=2 * theirs.router_jitter_noise)
+    elif kind == "glm4_moe":
+        rule = RoutingRule(top_k, True, theirs.n_group, theirs.topk_group, True, theirs.norm_topk_prob,
+                           theirs.routed_scaling_factor)
+    else:
+        rule = RoutingRule(top_k, kind == "minimax_m2", normalized=getattr(theirs, "norm_topk_prob", True))
+    assert ours.routing == rule
     shared = getattr(theirs, "shared_expert_intermediate_size", 0)
-    assert (ours.shared_dim, ours.shared_gate, ours.choice_bias) == (shared, shared > 0, False)
+    others = first_of(theirs, "n_shared_experts", "moe_num_shared_experts", default=0) * inner
+    assert (ours.shared_dim, ours.shared_gate, ours.choice_bias) == (shared or others, shared > 0, corrected)
 
 
 def first_of(theirs: Any, *names: str, default: Any = None) -> Any:
@@ -126,6 +144,11 @@ def test_an_absent_key_means_what_it_means_to_transformers(name: str, given: dic
         given = given | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     if given == {"sliding_window": None} and name == "Exaone4ForCausalLM":  # its class divides by zero without types
         given = given | {"layer_types": ["full_attention"] * 32}
+    if "rope_scaling" in given and name == "PhimoeForCausalLM":  # which wants these with any kind
+        given = given | {"rope_scaling": {
+            "rope_type": "longrope", "short_factor": [1.5] * 64, "long_factor": [4.0] * 64, "short_mscale": 1.2,
+            "long_mscale": 1.2, "original_max_position_embeddings": 4096}}
+    given = HEADS.get(model_type, {}) | given
     theirs = AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
     check_equal(read({"model_type": model_type, **given}), theirs)
     check_equal(read({"architectures": [name], **given}), theirs)
@@ -233,12 +256,12 @@ def test_which_layers_have_experts(model_type: str, changes: dict[str, Any], lay
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"])
 def test_the_number_of_experts_has_two_names(model_type: str, key: str) -> None:
-    config = read({"model_type": model_type, key: 12})
+    config = read({"model_type": model_type, key: 12, **HEADS.get(model_type, {})})
     assert {layer.mlp.count for layer in config.layers if isinstance(layer.mlp, ExpertsSpec)} == {12}
     with pytest.raises(CheckpointError, match=r"num_experts_per_tok \(13\) must be at most the number of experts \(12"):
-        read({"model_type": model_type, key: 12, "num_experts_per_tok": 13})
+        read({"model_type": model_type, key: 12, **HEADS.get(model_type, {}), "num_experts_per_tok": 13})
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -362,11 +385,12 @@ def test_an_overriding_table_takes_the_place_of_the_files(file: dict[str, Any], 
 
 def test_without_architectures_the_model_type_decides() -> None:
     for model_type, name in TYPES.items():
-        assert read({"model_type": model_type}).architecture == name
+        more = HEADS.get(model_type, {})
+        assert read({"model_type": model_type, **more}).architecture == name
         for names in (None, list[str]()):
-            assert read({"model_type": model_type, "architectures": names}).architecture == name
+            assert read({"model_type": model_type, "architectures": names, **more}).architecture == name
         stem = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        assert read({"architectures": [f"{stem}Model"]}).architecture == name
+        assert read({"architectures": [f"{stem}Model"], **more}).architecture == name
     # Of several the first that is served.
     assert read({"architectures": ["LlamaForSomethingElse", "LlamaForCausalLM"]}).architecture == "LlamaForCausalLM"
 
@@ -453,6 +477,12 @@ def test_values_that_change_nothing_are_accepted() -> None:
     ("qwen2_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob"),
     ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("glm4_moe", {"n_group": 3}, "n_group"), ("glm4_moe", {"n_group": 8, "topk_group": 9}, "topk_group"),
+    ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts"),
+    ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
+    ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok"), ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+    ("minimax_m2", {"rotary_dim": 200}, "rotary_dim"),
+    ("phimoe", {"rope_scaling": {"type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}}, "short_mscale"),
     ("granite", {"attention_multiplier": 0}, "attention_multiplier"),
     ("glm", {"rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, None),
     ("glm", {"rope_scaling": {"type": "linear", "factor": 2.0, "short_mscale": 1.2}}, "short_mscale"),

@@ -7,6 +7,7 @@ which, in any layer, the margin between the last expert that is chosen and the n
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -88,4 +89,18 @@ def test_fused_experts_are_the_same_weights(name: str, kinds: tuple[str, str, st
     save_file({key: tensor for key, tensor in weights.items() if f"experts.2.{kinds[0]}" not in key},
               folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"experts.2.{kinds[0]}.weight is missing"):
+        load(folder)
+
+
+def test_what_is_beyond_the_last_layer_and_biases_of_choices(tmp_path: Path) -> None:
+    """Layers that predict further tokens are not read; in 16 bits a bias on the choice keeps all of its bits."""
+    folder = write_checkpoint(tmp_path / "model", "glm4-moe")
+    weights = load_file(folder / "model.safetensors")
+    further = {f"model.layers.3.{name}": np.ones(3, np.float32) for name in ("eh_proj.weight", "mlp.gate.weight")}
+    save_file(weights | further, folder / "model.safetensors")
+    mlp = load(folder, jnp.bfloat16)[1]["layers"][1]["mlp"]
+    assert mlp["router"]["kernel"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(mlp["choice_bias"], weights["model.layers.1.mlp.gate.e_score_correction_bias"])
+    save_file(weights | {"model.layers.2.eh_proj.weight": np.ones(3, np.float32)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor model.layers.2.eh_proj.weight is not used"):
         load(folder)

@@ -120,6 +120,21 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-moe, all experts": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4,
                                "moe_intermediate_size": 24},
     "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    "glm4-moe": {"model_type": "glm4_moe", "head_dim": 24, "num_hidden_layers": 3, "use_qk_norm": True,
+                 "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+                 "moe_intermediate_size": 24, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "granite-moe": {"model_type": "granitemoe", "embedding_multiplier": 3.0, "logits_scaling": 0.7,
+                    "residual_multiplier": 0.4, "attention_multiplier": 0.1, "num_local_experts": 6,
+                    "num_experts_per_tok": 3},
+    # Its class in transformers turns long texts as if they were short.
+    "phimoe": {"model_type": "phimoe", "attention_bias": True, "lm_head_bias": True, "num_local_experts": 6,
+               "router_jitter_noise": 0.2, "original_max_position_embeddings": 128, "rope_parameters": LONGROPE | {
+                   "short_factor": [1 + index / 8 for index in range(8)], "long_factor": [2.0] * 8,
+                   "original_max_position_embeddings": 128, "short_mscale": 1.2, "long_mscale": 1.2}},
+    "minimax-m2": {"model_type": "minimax_m2", "head_dim": 24, "rotary_dim": 12, "num_local_experts": 8,
+                   "num_experts_per_tok": 3},
+    "ernie4.5-moe": {"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24,
+                     "num_hidden_layers": 3},
     "opt 350m": {"model_type": "opt", "ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
 }
 
@@ -148,6 +163,9 @@ def write_checkpoint(folder: Path, name: str) -> Path:
     for key, parameter in model.named_parameters():
         scale = 1.0 if "embed" in key else 0.2 if parameter.ndim == 1 else 2 * parameter.shape[1] ** -0.5
         parameter.data = ("norm" in key or "ln_" in key) + scale * torch.randn_like(parameter)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.rand_like(buffer))
     model.save_pretrained(folder)
     if name in EDITS:
         config = json.loads((folder / "config.json").read_text())
@@ -167,7 +185,7 @@ VARIANTS = {
     "mistral without a window", "mistral within its window", "gemma2 as converted", "gemma3 as converted",
     "cohere2 as converted", "smollm3 as converted", "exaone4 as converted", "gpt2, scores by layer",
     "gpt-neox in sequence", "falcon 7b", "falcon 11b", "opt",
-    "qwen3-moe, all experts"}
+    "qwen3-moe, all experts", "granite-moe", "ernie4.5-moe", "minimax-m2"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in sorted(
