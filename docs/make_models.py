@@ -40,14 +40,21 @@ FORMATS = """
 - **Orbax**: what `convert` has written.
 - **GGUF**: one file, or any part of a split model. Tensors of the types {types}.
   Pre-tokenizers: {names}.
+- **AWQ**: 4 bits in the layout `gemm`. **GPTQ**: 4 and 8 bits, in the first format and `gptq_v2`, inputs in any order
+  (`desc_act`), modules that differ (`dynamic`). **compressed-tensors**: `pack-quantized` of 4 and 8 bits,
+  `int-quantized`, `float-quantized`. **fp8**: with a scale for each tensor, output or block, as DeepSeek-V3 and
+  Qwen3-FP8 have them. All from safetensors, found by `quantization_config`, `quantize_config.json` or
+  `quant_config.json`; which modules are quantized, the tensors say. Weights are dequantized as they are read, tensor by
+  tensor, in float32, and rounded once. Activations are not quantized, whatever the checkpoint says of them.
 - **Tokenizers**: `tokenizer.json`, the GGUF file's own, or a SentencePiece file, `tokenizer.model`, alone.
 """
 
 CHECKS = """
 ## What is refused
 
-- Quantized weights, and those that `quantization_config` or `quantize_config.json` say are quantized, by the name of
-  the method. `--hf-overrides '{"quantization_config": null}'` says that they are plain after all.
+- Weights that `quantization_config` or `quantize_config.json` say are quantized by other methods, by the name of the
+  method, and tensors of quantized weights that are missing or do not fit each other.
+  `--hf-overrides '{"quantization_config": null}'` says that they are plain after all.
 - `architectures` and `model_type` that contradict each other.
 - Keys that change what a model computes, where the family does not read them. A value that changes nothing is accepted,
   and null by `--hf-overrides` ignores the key:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxpaged.core.errors import UnsupportedModelError
+from jaxpaged.core.quantization_methods import IN_CONFIG
 
 _ABSENT = None, False, 0
 # Keys that change what a model computes, and the values of each that change nothing. A family that reads one names it
@@ -48,22 +49,36 @@ def check_unread(hf: dict[str, Any], reads: Collection[str]) -> None:
             f"if the weights do not need it, start with --hf-overrides '{{\"{name}\": null}}'")
 
 
-def check_quantization(hf: dict[str, Any]) -> None:
-    """Refuse weights that are quantized, or said to be: none of the methods can be served.
+QUANTIZATION_KEYS = "quantization_config", "compression_config"
+
+
+def quantization_table(hf: dict[str, Any]) -> Any:
+    """What a config.json says of its weights' quantization; None: they are plain."""
+    return next((hf[key] for key in QUANTIZATION_KEYS if hf.get(key)), None)
+
+
+def check_quantization(hf: dict[str, Any], key: str = "", says: str = "") -> None:
+    """Refuse weights that are quantized by a method that cannot be read.
+
+    Args:
+        key: where in `hf` the method is described, if not as in a config.json.
+        says: what to begin the error with, if not with config.json.
 
     Raises:
         UnsupportedModelError: the text names the method.
     """
-    for key in ("quantization_config", "compression_config"):
-        if hf.get(key):
+    for name in (key,) if key else QUANTIZATION_KEYS:
+        if hf.get(name) and quantization_name(hf[name]) not in IN_CONFIG:
             raise UnsupportedModelError(
-                f"config.json: {key} says that the weights are quantized by {quantization_method(hf[key])}, which is "
-                "not supported; take a checkpoint without quantization or a GGUF file. If these weights are plain "
-                f"after all, start with --hf-overrides '{{\"{key}\": null}}'")
+                f"{says or f'config.json: {name} says'} that the weights are quantized by "
+                f"{quantization_method(hf[name])}, which is not supported; supported are {', '.join(IN_CONFIG)}, "
+                "checkpoints without quantization, and GGUF files. If these weights are plain after all, "
+                + (f"remove the file or start with --hf-overrides '{{\"{QUANTIZATION_KEYS[0]}\": null}}'" if key else
+                   f"start with --hf-overrides '{{\"{name}\": null}}'"))
 
 
-def quantization_method(table: Any) -> str:
-    """The method that a quantization_config or quantize_config.json names, with its bits if it has them."""
+def quantization_name(table: Any) -> str:
+    """The method that a quantization_config or quantize_config.json names, in lower case."""
     if isinstance(table, dict) and isinstance(table.get("quantization"), dict):
         table = table["quantization"]  # as ModelOpt writes it
     if not isinstance(table, dict):
@@ -73,8 +88,18 @@ def quantization_method(table: Any) -> str:
         method = ("bitsandbytes" if table.keys() & {"load_in_4bit", "load_in_8bit"} else
                   "awq" if "zero_point" in table or "version" in table else
                   "gptq" if table.keys() & {"desc_act", "bits", "w_bit"} else "an unknown method")
-    bits = table.get("bits") or table.get("w_bit") or table.get("wbits")
-    return f"{_brief(method).strip(chr(39))} ({bits} bits)" if isinstance(bits, int) else _brief(method).strip("'")
+    elif "quant_method" not in table:
+        return f"modelopt's {_brief(method).strip(chr(39))}"
+    return _brief(method).strip("'").lower()
+
+
+def quantization_method(table: Any) -> str:
+    """The method, with its bits if the table has them."""
+    if not isinstance(table, dict):
+        return quantization_name(table)
+    inner = table["quantization"] if isinstance(table.get("quantization"), dict) else table
+    bits = inner.get("bits") or inner.get("w_bit") or inner.get("wbits")
+    return f"{quantization_name(table)} ({bits} bits)" if isinstance(bits, int) else quantization_name(table)
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m jaxpaged.mode
 def support_matrix() -> dict[str, dict[str, str]]:
     """For each architecture what is supported of it, from the registry and the tables of formats."""
     from jaxpaged.loading.gguf_checkpoint import gguf_names  # slow to import
+    from jaxpaged.loading.hf_checkpoint import reads_quantized
     from jaxpaged.models.registry import FAMILIES
 
     rows = {}
@@ -31,7 +32,9 @@ def support_matrix() -> dict[str, dict[str, str]]:
             "model_type": family.model_type,
             "sizes": family.sizes,
             "formats": "safetensors, PyTorch .bin, Orbax" + (f", GGUF ({', '.join(files)})" if files else ""),
-            "quantized": "GGUF: Q4_0, Q4_1, Q8_0 as stored on a CPU, others widened" if files else "no",
+            "quantized": "; ".join(
+                ["AWQ, GPTQ, compressed-tensors, fp8: widened"] * reads_quantized(family)
+                + ["GGUF: Q4_0, Q4_1, Q8_0 as stored on a CPU, others widened"] * bool(files)) or "no",
             "parallel": "tensor",
             "windows": family.windows or "no",
             "tested by": family.tested,

@@ -59,7 +59,7 @@ def keeps_stored(
     Raises:
         ConfigError: --cpu-linear demands them, and they cannot run here.
     """
-    return (config.quantization is None
+    return (config.quantization != "none"
             and _wanted("--cpu-linear", config.cpu_linear, platform, {"--dtype": dtype})
             and _build(cache_dir() / "native", _products(model, quant)) is None)
 

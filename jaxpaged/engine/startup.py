@@ -14,6 +14,7 @@ from tqdm import tqdm
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
+from jaxpaged.core.quantization_methods import METHODS
 from jaxpaged.engine.chosen_devices import bytes_on, choose_devices
 from jaxpaged.engine.compilation_cache import cached_compilation
 from jaxpaged.engine.in_memory import InMemoryModel, source_in_memory
@@ -44,6 +45,7 @@ from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_m
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint, saved_rules
 from jaxpaged.loading.weights import load_params
+from jaxpaged.models.config_checks import quantization_table
 from jaxpaged.models.hf_config import eos_ids
 from jaxpaged.models.quantization import kept_as_stored
 from jaxpaged.models.registry import ModelFamily, find_family
@@ -200,10 +202,17 @@ def _layout_and_programs(
 
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
     checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir), config.hf_overrides)
+    _check_method(config.quantization, checkpoint)
     found = model_of(config, checkpoint.config, device.platform, checkpoint)
     eos = found.config.eos_token_ids + eos_ids(checkpoint.generation_config, "generation_config.json")
     return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
                    load=partial(_load, checkpoint, find_family(checkpoint.config), found))
+
+
+def _check_method(wanted: str | None, checkpoint: Checkpoint) -> None:
+    if wanted not in (None, "none") and METHODS[wanted] != checkpoint.quantization:
+        says = f"are quantized by {checkpoint.quantization}" if checkpoint.quantization else "are plain"
+        raise ConfigError(f"--quantization {wanted}, but the weights of {checkpoint.path} {says}; leave the flag out")
 
 
 def model_of(
@@ -221,8 +230,8 @@ def model_of(
         model = model.for_length(config.max_model_len)
     dtype = model_dtype(config.dtype, model, platform)
     rules, devices = _rules(checkpoint, family), config.tensor_parallel_size
-    quant = kept_as_stored(products(rules, model),
-                           checkpoint.stored_type if checkpoint else lambda name: model.checkpoint_dtype,
+    expected = "" if quantization_table(hf) else model.checkpoint_dtype
+    quant = kept_as_stored(products(rules, model), checkpoint.stored_type if checkpoint else lambda name: expected,
                            packable(rules, model, devices, min(devices, model.num_kv_heads)))
     if quant.types and keeps_stored(config, platform, dtype, model, quant):
         model = model.replace(quant=quant)

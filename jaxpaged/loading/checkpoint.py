@@ -19,11 +19,16 @@ _LAYER_COUNTS = "num_hidden_layers", "n_layer", "num_layers"
 
 
 class Checkpoint(Protocol):
-    """What a model is loaded from. `read_tensor` may be called from several threads."""
+    """What a model is loaded from. `read_tensor` may be called from several threads.
+
+    Attributes:
+        quantization: the method by which its weights are quantized, as --quantization has it; None: they are plain.
+    """
 
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    quantization: str | None
 
     def names(self) -> set[str]:
         """All tensor names."""

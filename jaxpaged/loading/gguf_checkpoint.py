@@ -48,6 +48,7 @@ class GgufCheckpoint:
         path: the file, or one of the parts.
         config: the keys that config.json would have.
         generation_config: empty; GGUF has no such file.
+        quantization: gguf, also where all tensors are plain.
 
     Raises:
         CheckpointError: the file is damaged, or lacks what a model needs.
@@ -56,6 +57,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.quantization: str | None = "gguf"
         self._file = SplitGguf(path)
         self._metadata = self._file.metadata
         self._name = self._metadata.get("general.architecture")

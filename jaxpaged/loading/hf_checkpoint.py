@@ -8,18 +8,17 @@ import numpy as np
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.json_files import read_generation_config, read_json
+from jaxpaged.loading.quantization_config import find_method
+from jaxpaged.loading.quantized import as_plain
 from jaxpaged.loading.tensor_files import Source, find_tensors
-from jaxpaged.models.config_checks import check_quantization, quantization_method
+from jaxpaged.models.config_checks import QUANTIZATION_KEYS
 from jaxpaged.models.hf_config import named_dtype
-from jaxpaged.models.registry import find_family
+from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.rope_tables import merge_overrides
 from jaxpaged.models.text_part import is_multimodal, text_tensors
-from jaxpaged.models.weight_rules import tensor_of
+from jaxpaged.models.weight_rules import as_is, tensor_of
 
 _log = logging.getLogger(__name__)
-
-# Of AutoGPTQ, AutoAWQ and ModelOpt.
-_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 
 
 class HfCheckpoint:
@@ -36,12 +35,13 @@ class HfCheckpoint:
 
     Attributes:
         path: the directory.
-        config: config.json, or its text_config, with the overrides.
+        config: config.json, or its text_config, with the overrides; without what it says of quantization.
+        quantization: the method by which weights are quantized, as config files name it; None: they are plain.
         generation_config: generation_config.json, empty without one.
 
     Raises:
         CheckpointError: a file is missing or damaged; before any weight is read.
-        UnsupportedModelError: no family serves this model, or the weights are quantized.
+        UnsupportedModelError: no family serves this model, or nothing reads how the weights are quantized.
     """
 
     def __init__(self, path: Path, overrides: dict[str, Any] | None = None) -> None:
@@ -52,9 +52,14 @@ class HfCheckpoint:
         family = find_family(self.config)
         self._embedding, self._head = (tensor_of(family.weights, path) for path in ("embed.table", "head.kernel"))
         self._tied = self.config.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
-        _check_quantization(path, self.config)
+        method = find_method(path, self.config)
         self.generation_config = read_generation_config(path)
         tensors = find_tensors(path)
+        self.quantization = method[0] if method else None
+        if method:
+            _check_linear(family)
+            tensors = as_plain(tensors, method[1], path)
+        self.config = {key: value for key, value in self.config.items() if key not in QUANTIZATION_KEYS}
         self._sources = _with_prefix(text_tensors(tensors) if is_multimodal(found) else tensors, self._embedding,
                                      self._head)
         self._settle_head()
@@ -118,17 +123,16 @@ class HfCheckpoint:
             self.config["dtype"] = file.dtype(stored).name
 
 
-def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse quantized weights, also those that only a file next to config.json says to be so."""
-    check_quantization(config)
-    if "quantization_config" in config:
-        return  # null, by which the user says that they are plain
-    for file in map(folder.joinpath, _QUANTIZATION_FILES):
-        if file.exists():
-            raise UnsupportedModelError(
-                f"{file} says that the weights are quantized by {quantization_method(read_json(file))}, which is not "
-                "supported; take a checkpoint without quantization or a GGUF file. If these weights are plain after "
-                "all, remove the file or start with --hf-overrides '{\"quantization_config\": null}'")
+def reads_quantized(family: ModelFamily) -> bool:
+    """Whether quantized weights of a family can be read: they are [out, in], so plain ones have to be as well."""
+    return not any(rule.is_product and rule.path.endswith(".kernel") and rule.transform is as_is
+                   for rule in family.weights)
+
+
+def _check_linear(family: ModelFamily) -> None:
+    if not reads_quantized(family):
+        raise UnsupportedModelError(f"quantized weights of {family.defaults['architectures'][0]} are not supported; "
+                                    "take a checkpoint without quantization or a GGUF file")
 
 
 def _with_prefix(sources: dict[str, Source], embedding: str, head: str) -> dict[str, Source]:

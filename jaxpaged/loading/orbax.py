@@ -34,6 +34,7 @@ class OrbaxCheckpoint:
         path: the directory.
         config: config.json.
         generation_config: generation_config.json, empty without one.
+        quantization: None; what is saved is plain.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -43,6 +44,7 @@ class OrbaxCheckpoint:
         self.path = path
         self.config = read_json(path / "config.json")
         self.generation_config = read_generation_config(path)
+        self.quantization: str | None = None
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
 

@@ -20,6 +20,10 @@ from jaxpaged.loading.host_memory import forget_pages
 from jaxpaged.loading.stored_dtype import stored_dtype
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# Of quantized weights.
+_RAW_DTYPES = _DTYPES | {"I8": np.dtype(np.int8), "U8": np.dtype(np.uint8), "I32": np.dtype(np.int32),
+                         "I64": np.dtype(np.int64), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+                         "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 # Elements read at a time.
 _BATCH = 1 << 20
 
@@ -64,12 +68,16 @@ class SafetensorsFile:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Dtype of a tensor; CheckpointError if it is not supported."""
+        """Dtype of a tensor of plain weights; CheckpointError if it is not supported."""
         return stored_dtype(self.path, name, self._tensors[name].dtype, _DTYPES)
 
+    def raw_dtype(self, name: str) -> np.dtype:
+        """Dtype of a tensor that may be a part of quantized weights; CheckpointError if it is not supported."""
+        return stored_dtype(self.path, name, self._tensors[name].dtype, _RAW_DTYPES)
+
     def read_tensor(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
-        """Read a tensor, or a part of it, into `out`: its shape, any float dtype, any strides."""
-        tensor, dtype = self._tensors[name], self.dtype(name)
+        """Read a tensor, or a part of it, into `out`: its shape, any dtype that holds it, any strides."""
+        tensor, dtype = self._tensors[name], self.raw_dtype(name)
         part = part or tuple(slice(0, size) for size in tensor.shape)
         assert out.shape == tuple(item.stop - item.start for item in part), (name, out.shape, part)
         if not out.size:

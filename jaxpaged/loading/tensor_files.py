@@ -27,7 +27,10 @@ class TensorFile(Protocol):
         """Shape of a tensor."""
 
     def dtype(self, name: str) -> np.dtype:
-        """Dtype of a tensor; CheckpointError if it is not supported."""
+        """Dtype of a tensor of plain weights; CheckpointError if it is not supported."""
+
+    def raw_dtype(self, name: str) -> np.dtype:
+        """Dtype of a tensor that may be a part of quantized weights; CheckpointError if it is not supported."""
 
     def read_tensor(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
         """Read a tensor, or a part of it, into `out`: its shape, any float dtype, any strides."""

@@ -99,6 +99,10 @@ class TorchFile:
         """Dtype of a tensor; CheckpointError if it is not supported."""
         return stored_dtype(self.path, name, self._tensors[name].storage.type, _DTYPES)
 
+    def raw_dtype(self, name: str) -> np.dtype:
+        """The same: quantized weights are read from safetensors alone."""
+        return self.dtype(name)
+
     def read_tensor(self, name: str, out: np.ndarray, part: tuple[slice, ...] | None = None) -> None:
         """Copy a tensor, or a part of it, into `out`: its shape, any float dtype, any strides."""
         tensor, dtype = self._tensors[name], self.dtype(name)

@@ -38,6 +38,7 @@ class InMemory:
         self.path = Path("in-memory")
         self.config: dict[str, Any] = {}
         self.generation_config: dict[str, Any] = {}
+        self.quantization: str | None = None
         self.tensors = tensors
         self.reads: list[tuple[str, Part | None]] = []
 

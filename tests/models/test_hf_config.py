@@ -538,10 +538,9 @@ def test_no_value_does_worse_than_an_error(name: str, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("table", "method"), [
-    ({"quant_method": "gptq", "bits": 4}, r"gptq \(4 bits\)"), ({"quant_method": "awq", "w_bit": 4}, r"awq \(4 bits\)"),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"), ({"load_in_4bit": True}, "bitsandbytes"),
-    ({"quant_method": "compressed-tensors"}, "compressed-tensors"), ({"quant_algo": "FP8"}, "FP8"),
-    ({"bits": 4, "group_size": 128, "desc_act": False}, r"gptq \(4 bits\)"), ("x", "an unknown method")], ids=str)
+    ({"quant_method": "aqlm", "bits": 2}, r"aqlm \(2 bits\)"), ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"load_in_4bit": True}, "bitsandbytes"), ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ({"quant_algo": "FP8"}, "modelopt's FP8"), ("x", "an unknown method"), ({"a": 1}, "an unknown method")], ids=str)
 def test_quantized_weights_are_refused_by_their_method(table: Any, method: str, tmp_path: Path) -> None:
     """In config.json or in a file next to it; plain weights as well, unless told that they are."""
     folder = write_model(tmp_path / "model", CONFIG | {"quantization_config": table})
