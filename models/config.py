@@ -118,6 +118,9 @@ class ExpertsSpec:
         choice_bias: a learned bias on the choice of experts, not on their weights (DeepSeek-V3).
         shared_dim: F of a gated MLP that every token goes through besides; 0: none.
         shared_gate: what that MLP adds is multiplied by the sigmoid of a product with the token.
+        bias: of the router's and the experts' products.
+        clamp: (limit, growth): the gate, bounded from above, is multiplied by the sigmoid of itself times growth, and
+            with the bounded other part plus 1, in place of an activation (gpt-oss).
     """
 
     dim: int
@@ -127,6 +130,8 @@ class ExpertsSpec:
     choice_bias: bool = False
     shared_dim: int = 0
     shared_gate: bool = False
+    bias: bool = False
+    clamp: tuple[float, float] | None = None
 
     def padded(self, up: Callable[[int], int]) -> "ExpertsSpec":
         """With what devices share out rounded up."""

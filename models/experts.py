@@ -26,14 +26,15 @@ class Experts(nnx.Module):
     def __init__(
         self, spec: ExpertsSpec, model_dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs, axis: MeshAxes = None
     ) -> None:
-        make = partial(Linear, model_dim, bias=False, dtype=dtype, rngs=rngs)
-        self.router = make(spec.count)
+        make = partial(Linear, model_dim, dtype=dtype, rngs=rngs)
+        self.router = make(spec.count, bias=spec.bias)
         self.choice_bias = nnx.Param(jnp.zeros(spec.count, jnp.float32)) if spec.choice_bias else None
-        self.expert_gate_up = ExpertKernels(spec.count, model_dim, 2 * spec.dim, dtype=dtype, rngs=rngs)
-        self.expert_down = ExpertKernels(spec.count, spec.dim, model_dim, dtype=dtype, rngs=rngs)
+        self.expert_gate_up = ExpertKernels(spec.count, model_dim, 2 * spec.dim, bias=spec.bias, dtype=dtype,
+                                            rngs=rngs)
+        self.expert_down = ExpertKernels(spec.count, spec.dim, model_dim, bias=spec.bias, dtype=dtype, rngs=rngs)
         shared = MLPSpec(spec.shared_dim, spec.activation)
         self.shared = DenseMLP(shared, model_dim, dtype=dtype, rngs=rngs) if spec.shared_dim else None
-        self.shared_gate = make(1) if spec.shared_gate else None
+        self.shared_gate = make(1, bias=False) if spec.shared_gate else None
         self.spec, self.sum_over = spec, axis
 
     def __call__(self, x: jax.Array, valid: jax.Array) -> jax.Array:
@@ -47,14 +48,30 @@ class Experts(nnx.Module):
         expert, weight = choose_experts(self.router.logits(x).astype(jnp.float32), bias, spec.routing)
         expert = jnp.where(valid[:, None], expert, spec.count)
         gate_up, down = self.expert_gate_up.weights, self.expert_down.weights
-        if self.expert_down.native and spec.activation == "silu":
+        if self.expert_down.native and spec.activation == "silu" and not (spec.bias or spec.clamp):
             y = native_experts.experts(x, expert, weight, gate_up, down)
         else:
-            y = xla_experts.experts(x, expert, weight, gate_up, down, ACTIVATIONS[spec.activation])
+            y = xla_experts.experts(x, expert, weight, gate_up, down, self._hidden, self.expert_gate_up.biases)
         if self.shared is not None:
             y = y + self._share(x) * self.shared(x).astype(jnp.float32)
         y = y.astype(x.dtype)
-        return jax.lax.psum(y, self.sum_over) if self.sum_over else y
+        y = jax.lax.psum(y, self.sum_over) if self.sum_over else y
+        return y if self.expert_down.biases is None else y + self._biases(expert, weight).astype(x.dtype)
+
+    def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.spec.clamp is None:
+            return ACTIVATIONS[self.spec.activation](gate) * up
+        limit, growth = self.spec.clamp
+        gate = jnp.minimum(gate, limit)
+        return gate * jax.nn.sigmoid(growth * gate) * (jnp.clip(up, -limit, limit) + 1)
+
+    def _biases(self, expert: jax.Array, weight: jax.Array) -> jax.Array:
+        """What the biases of the last products add, whole on every device: [T, D] float32."""
+        assert self.expert_down.biases is not None
+        bias = self.expert_down.biases.astype(jnp.float32)
+        found = (weight[:, column, None] * bias.at[expert[:, column]].get(mode="fill", fill_value=0)
+                 for column in range(expert.shape[1]))
+        return sum(found, jnp.zeros(1, jnp.float32))
 
     def _share(self, x: jax.Array) -> jax.Array | float:
         """The factor on what the shared MLP adds: [T, 1]."""

@@ -85,14 +85,17 @@ class Linear(nnx.Module):
 
 
 class ExpertKernels(nnx.Module):
-    """The weights of the same product in every expert of a layer: kernel [E, in, out].
+    """The weights of the same product in every expert of a layer: kernel [E, in, out], and bias [E, out].
 
     `native`: see `use_native_products`. On a mesh a fused axis is two, of which the first is 1 here: see `FusedAxis`.
     """
 
-    def __init__(self, count: int, size_in: int, size_out: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, count: int, size_in: int, size_out: int, *, bias: bool = False, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
         draw = jax.random.normal(rngs.params(), (count, size_in, size_out), jnp.float32) * size_in**-0.5
         self.kernel = nnx.Param(draw.astype(dtype))
+        self.bias = nnx.Param(jnp.zeros((count, size_out), dtype)) if bias else None
         self.native = False
 
     @property
@@ -100,6 +103,11 @@ class ExpertKernels(nnx.Module):
         """The kernels [E, in, out]."""
         kernel = self.kernel[...]
         return kernel.reshape(*kernel.shape[:2], -1)
+
+    @property
+    def biases(self) -> jax.Array | None:
+        """The biases [E, out]."""
+        return None if self.bias is None else self.bias[...].reshape(len(self.bias[...]), -1)
 
 
 class Norm(nnx.Module):

@@ -303,6 +303,14 @@ def fused_experts(
             WeightRule(f"{prefix}.{down}", f"{_EXPERT}_down.kernel", each_transposed, _EXPERTS_DOWN))
 
 
+def alternating_experts(prefix: str) -> tuple[WeightRule, ...]:
+    """Rules for experts in two tensors [E, D, 2F], in which gate and up alternate, and [E, F, D], and their biases."""
+    return (WeightRule(f"{prefix}.gate_up_proj", f"{_EXPERT}_gate_up.kernel", halves, _EXPERTS_GATE_UP),
+            WeightRule(f"{prefix}.gate_up_proj_bias", f"{_EXPERT}_gate_up.bias", halves, _EXPERTS_GATE_UP[::2]),
+            WeightRule(f"{prefix}.down_proj", f"{_EXPERT}_down.kernel", as_is, _EXPERTS_DOWN),
+            WeightRule(f"{prefix}.down_proj_bias", f"{_EXPERT}_down.bias", as_is, _EXPERTS_DOWN[::2]))
+
+
 def rotated(tensor: str, heads_axis: int = 0) -> TensorSlice:
     """All of a tensor of queries or keys: see `TensorSlice.heads_axis`."""
     return TensorSlice(tensor, whole, heads_axis)
@@ -326,6 +334,11 @@ def transposed(tensor: np.ndarray) -> np.ndarray:
 def each_transposed(tensor: np.ndarray) -> np.ndarray:
     """Linear layers of experts: stored [E, out, in], used [E, in, out]."""
     return tensor.swapaxes(1, 2)
+
+
+def halves(tensor: np.ndarray) -> np.ndarray:
+    """Numbers that alternate along the last axis: the even ones, then the odd ones."""
+    return np.concatenate([tensor[..., ::2], tensor[..., 1::2]], axis=-1)
 
 
 def unit_rows(tensor: np.ndarray) -> np.ndarray:

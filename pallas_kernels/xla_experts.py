@@ -21,9 +21,10 @@ def experts(
     weight: jax.Array,  # [T, k] float32
     gate_up: jax.Array,  # [E, D, 2 * F], gate before up
     down: jax.Array,  # [E, F, D]
-    activate: Callable[[jax.Array], jax.Array],
+    hidden: Callable[[jax.Array, jax.Array], jax.Array],
+    bias: jax.Array | None = None,  # [E, 2 * F], of gate and up
 ) -> jax.Array:  # [T, D] float32
-    """The weighted sum of activate(x @ gate) * (x @ up) @ down over each token's experts."""
+    """The weighted sum of hidden(x @ gate, x @ up) @ down over each token's experts."""
     pairs, top_k, count = expert.size, expert.shape[1], gate_up.shape[0]
     chosen = expert.reshape(-1)
     order = jnp.argsort(chosen, stable=True)
@@ -38,8 +39,9 @@ def experts(
         row = begin + jnp.arange(ROWS)
         pair = jnp.where(row < first[number] + rows_of[number], order[jnp.minimum(row, pairs - 1)], pairs)
         inputs = x[jnp.minimum(pair, pairs - 1) // top_k]
-        gate, up = jnp.split(inputs @ gate_up[number], 2, axis=1)
-        return result.at[pair].set((activate(gate) * up) @ down[number], mode="drop", unique_indices=True)
+        product = inputs @ gate_up[number]
+        gate, up = jnp.split(product if bias is None else product + bias[number], 2, axis=1)
+        return result.at[pair].set(hidden(gate, up) @ down[number], mode="drop", unique_indices=True)
 
     # What no tile writes is zero: pairs that are sent nowhere add nothing.
     rows = jax.lax.fori_loop(0, last_tile[-1], step, jnp.zeros((pairs, x.shape[1]), x.dtype))

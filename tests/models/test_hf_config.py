@@ -41,7 +41,7 @@ def read(hf: dict[str, Any]) -> ModelConfig:
 
 
 # Model types with mixtures of experts: in every layer, unless their config says otherwise.
-MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "minimax_m2"
+MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "minimax_m2", "gpt_oss"
 # In all but the first layers.
 PARTLY = "glm4_moe", "ernie4_5_moe"
 # The defaults of its class would have it rotate 21 numbers of each head.

@@ -120,6 +120,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-moe, all experts": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4,
                                "moe_intermediate_size": 24},
     "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    "gpt-oss": {"model_type": "gpt_oss", "head_dim": 24, "sliding_window": 21, "num_local_experts": 6,
+                "num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": YARN | {"truncate": False}},
     "glm4-moe": {"model_type": "glm4_moe", "head_dim": 24, "num_hidden_layers": 3, "use_qk_norm": True,
                  "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
                  "moe_intermediate_size": 24, "n_shared_experts": 2, "routed_scaling_factor": 1.5},

@@ -31,6 +31,10 @@ RULES = {
 }
 
 
+def silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
 def margins(logits: np.ndarray, bias: np.ndarray | None, rule: RoutingRule) -> np.ndarray:
     """[T]: by how much scores would have to change for another choice of experts, or of groups."""
     wide = logits.astype(np.float64)
@@ -144,7 +148,7 @@ def experts(request: pytest.FixtureRequest, native_folder: Path) -> Callable[...
             pytest.skip(f"the native kernel cannot be built here: {failure}")
         run = jax.jit(native_experts.experts)
     else:
-        run = jax.jit(partial(xla_experts.experts, activate=jax.nn.silu))
+        run = jax.jit(partial(xla_experts.experts, hidden=silu_gated))
     return lambda *args: np.asarray(run(*args))
 
 
@@ -208,7 +212,7 @@ def test_xla_holds_no_product_of_all_experts() -> None:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (
         (64, 256), (64, 4), (64, 4), (128, 256, 128), (128, 64, 256))]
     shapes[1] = jax.ShapeDtypeStruct((64, 4), jnp.int32)
-    compiled = jax.jit(partial(xla_experts.experts, activate=jax.nn.silu)).lower(*shapes).compile()
+    compiled = jax.jit(partial(xla_experts.experts, hidden=silu_gated)).lower(*shapes).compile()
     memory = compiled.memory_analysis()
     pairs, one_expert = 64 * 4 * 256 * 4, 3 * 256 * 64 * 4
     assert memory is not None and memory.temp_size_in_bytes < 4 * pairs + 2 * one_expert
