@@ -6,7 +6,7 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.hf_config import common_config, layer_types, layer_windows, number, with_defaults
 from jaxpaged.models.mixture_config import COUNTS, experts_spec
-from jaxpaged.models.weight_rules import WeightRule, alternating_experts, as_is, router
+from jaxpaged.models.weight_rules import WeightRule, alternating_experts, as_is, experts, router
 
 DEFAULTS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
@@ -24,6 +24,7 @@ _MLP = "model.layers.{i}.mlp"
 WEIGHTS = (
     *llama.WEIGHTS, router(f"{_MLP}.router.weight"),
     WeightRule(f"{_MLP}.router.bias", "layers.{i}.mlp.router.bias", as_is), *alternating_experts(f"{_MLP}.experts"),
+    *experts(_MLP, "gate_proj", "up_proj", "down_proj"),  # as the released files' 4-bit experts are read
     WeightRule("model.layers.{i}.self_attn.sinks", "layers.{i}.attn.sinks", as_is, ("heads",), wide=True))
 
 

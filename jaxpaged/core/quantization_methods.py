@@ -2,6 +2,6 @@
 
 # Each spelling, with the name that the checkpoint's config has for the method. Which kernel computes is not asked for.
 METHODS = {"awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq",
-           "compressed-tensors": "compressed-tensors", "fp8": "fp8", "gguf": "gguf"}
+           "compressed-tensors": "compressed-tensors", "fp8": "fp8", "mxfp4": "mxfp4", "gguf": "gguf"}
 # Those that a config.json may name.
-IN_CONFIG = ("awq", "gptq", "compressed-tensors", "fp8")
+IN_CONFIG = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")

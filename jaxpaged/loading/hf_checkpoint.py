@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.json_files import read_generation_config, read_json
+from jaxpaged.loading.mxfp4 import Mxfp4
 from jaxpaged.loading.quantization_config import find_method
 from jaxpaged.loading.quantized import as_plain
 from jaxpaged.loading.tensor_files import Source, find_tensors
@@ -58,7 +59,8 @@ class HfCheckpoint:
         self.quantization = method[0] if method else None
         if method:
             _check_linear(family)
-            tensors = as_plain(tensors, method[1], path)
+            tensors = (method[1].as_plain(tensors, path) if isinstance(method[1], Mxfp4) else
+                       as_plain(tensors, method[1], path))
         self.config = {key: value for key, value in self.config.items() if key not in QUANTIZATION_KEYS}
         self._sources = _with_prefix(text_tensors(tensors) if is_multimodal(found) else tensors, self._embedding,
                                      self._head)

@@ -10,17 +10,18 @@ from jaxpaged.loading.compressed_tensors import CompressedTensors
 from jaxpaged.loading.fp8 import Fp8
 from jaxpaged.loading.gptq import Gptq
 from jaxpaged.loading.json_files import read_json
+from jaxpaged.loading.mxfp4 import Mxfp4
 from jaxpaged.loading.quantized import Method
 from jaxpaged.models.config_checks import check_quantization, quantization_name, quantization_table
 
 # Of AutoGPTQ, AutoAWQ and ModelOpt.
 _FILES = "quantize_config.json", "quant_config.json", "hf_quant_config.json"
-_METHODS: dict[str, Callable[[dict[str, Any]], Method]] = {
-    "awq": Awq, "gptq": Gptq, "compressed-tensors": CompressedTensors, "fp8": Fp8,
+_METHODS: dict[str, Callable[[dict[str, Any]], Method | Mxfp4]] = {
+    "awq": Awq, "gptq": Gptq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "mxfp4": Mxfp4,
 }
 
 
-def find_method(folder: Path, config: dict[str, Any]) -> tuple[str, Method] | None:
+def find_method(folder: Path, config: dict[str, Any]) -> tuple[str, Method | Mxfp4] | None:
     """The method, and its name in config files; None where weights are plain.
 
     A config that says null says that they are, whatever lies next to it.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.core.errors import CheckpointError
@@ -75,11 +76,18 @@ class Method(Protocol):
 
 
 class QuantizedFile:
-    """Dequantized weights as the tensors of a file: float32, computed in batches as they are read."""
+    """Dequantized weights as the tensors of a file, computed in batches as they are read.
 
-    def __init__(self, path: Path, weights: Mapping[str, QuantizedWeights]) -> None:
+    Args:
+        dtype: a name; which the file says they have.
+    """
+
+    def __init__(
+        self, path: Path, weights: Mapping[str, QuantizedWeights], dtype: str = "float32"
+    ) -> None:
         self.path = path
         self.weights = weights
+        self._dtype = jnp.dtype(dtype)
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -90,12 +98,12 @@ class QuantizedFile:
         return self.weights[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """float32."""
-        return np.dtype(np.float32)
+        """The one of all."""
+        return self._dtype
 
     def raw_dtype(self, name: str) -> np.dtype:
-        """float32."""
-        return np.dtype(np.float32)
+        """The one of all."""
+        return self._dtype
 
     def read_tensor(self, name: str, out: np.ndarray, part: Part | None = None) -> None:
         """Dequantize a tensor, or a part of it, into `out`: its shape, any float dtype, any strides."""
@@ -146,9 +154,17 @@ def as_plain(sources: Mapping[str, Source], method: Method, path: Path) -> dict[
             found[f"{module}.weight"] = weights
     if problems:
         raise mismatch(path, problems)
-    if not found:
+    return without_quantized(plain, QuantizedFile(path, found), path)
+
+
+def without_quantized(plain: Mapping[str, Source], file: QuantizedFile, path: Path) -> dict[str, Source]:
+    """The plain tensors of a checkpoint, and its dequantized ones.
+
+    Raises:
+        CheckpointError: there are none of these.
+    """
+    if not file.weights:
         raise CheckpointError(
             f"{path}: the config says that the weights are quantized, but no tensor is; if they are plain after all, "
             "start with --hf-overrides '{\"quantization_config\": null}'")
-    file = QuantizedFile(path, found)
-    return plain | {name: (file, name) for name in found}
+    return dict(plain) | {name: (file, name) for name in file.names()}

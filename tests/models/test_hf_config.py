@@ -538,7 +538,7 @@ def test_no_value_does_worse_than_an_error(name: str, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("table", "method"), [
-    ({"quant_method": "aqlm", "bits": 2}, r"aqlm \(2 bits\)"), ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "aqlm", "bits": 2}, r"aqlm \(2 bits\)"), ({"quant_method": "quark"}, "quark"),
     ({"load_in_4bit": True}, "bitsandbytes"), ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
     ({"quant_algo": "FP8"}, "modelopt's FP8"), ("x", "an unknown method"), ({"a": 1}, "an unknown method")], ids=str)
 def test_quantized_weights_are_refused_by_their_method(table: Any, method: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Rounding may send a token to another expert where two are nearly as good. Logits
 which, in any layer, the margin between the last expert that is chosen and the next is at most `MARGIN`.
 """
 
+import json
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpaged.core.errors import CheckpointError
+from jaxpaged.loading.checkpoint import open_checkpoint
 from tests.models.test_models import write_checkpoint
 from tests.support.paged_model import PagedModel, load
 from tests.support.tiny_llama import random_prompt
@@ -103,4 +105,37 @@ def test_what_is_beyond_the_last_layer_and_biases_of_choices(tmp_path: Path) -> 
     np.testing.assert_array_equal(mlp["choice_bias"], weights["model.layers.1.mlp.gate.e_score_correction_bias"])
     save_file(weights | {"model.layers.2.eh_proj.weight": np.ones(3, np.float32)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor model.layers.2.eh_proj.weight is not used"):
+        load(folder)
+
+
+def test_experts_in_4_bits(tmp_path: Path) -> None:
+    """As gpt-oss is released: the experts are those of a checkpoint with what the numbers stand for, in bfloat16."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    folder, rng = write_checkpoint(tmp_path / "model", "gpt-oss"), np.random.default_rng(0)
+    weights, packed = load_file(folder / "model.safetensors"), dict[str, np.ndarray]()
+    config = json.loads((folder / "config.json").read_text())
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, size_in, size_out = weights.pop(name).shape
+        blocks = rng.integers(0, 256, (count, size_out, size_in // 32, 16), np.uint8)
+        scales = rng.integers(118, 126, blocks.shape[:3], np.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+        weights[name] = plain.float().numpy()
+    save_file(weights, folder / "model.safetensors")
+    wanted = load(folder)[1]
+    others = {name: tensor for name, tensor in weights.items() if f"{name}_blocks" not in packed}
+    save_file(others | packed, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="gate_up_proj_blocks is not used"):
+        load(folder)
+    table = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": table}))
+    jax.tree.map(np.testing.assert_array_equal, load(folder)[1], wanted)
+    checkpoint = open_checkpoint(folder)
+    name, part = "model.layers.1.mlp.experts.2.up_proj.weight", (slice(5, 90), slice(7, 50))
+    assert checkpoint.stored_type(name) == "bfloat16" and checkpoint.shape(name) == (96, 64)
+    np.testing.assert_array_equal(checkpoint.read_tensor(name, part=part), checkpoint.read_tensor(name)[part])
+    save_file(others | {name: item[..., :1] for name, item in packed.items()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks has shape .* not \[experts, rows, blocks, 16\]"):
         load(folder)
