@@ -43,6 +43,7 @@ NOT_RUN: dict[str, str] = {
     "python -m jaxpaged.compile --model MODEL --device h200 --out DIR": "tests/commands/test_compile.py runs it",
     "python bench/bench_aot.py --write FILE": LONG,
     "python bench/bench_host.py": LONG,
+    "python bench/bench_host.py --running 64 --waiting 1 --windows 0 64": LONG,
     "python bench/bench_http.py": LONG,
     "python bench/bench_http.py --tokens 100": LONG,
     "python bench/bench_latency.py --read-weights": LONG,

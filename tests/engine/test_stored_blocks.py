@@ -45,8 +45,9 @@ def answers(llm: LLM) -> list[Any]:
             for item in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kind", "tied"), [
+    pytest.param(kind, tied, marks=[] if tied == (kind == "Q4_1") else [pytest.mark.slow])
+    for kind in KINDS for tied in (False, True)])
 def test_answers_are_bitwise_those_of_widened_weights(kind: str, tied: bool, tmp_path: Path, model_path: Path) -> None:
     path = write(tmp_path, kind, tie_word_embeddings=tied)
     with opened(path, model_path) as kept, opened(path, model_path, quantization="none") as dense:

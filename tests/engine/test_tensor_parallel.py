@@ -29,8 +29,8 @@ from tests.support.tiny_llama import CONFIG, Reference, random_prompt, random_we
 TINY: dict[str, Any] = CONFIG | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
                                  "intermediate_size": 90}
 LAYERS, MODEL_DIM = TINY["num_hidden_layers"], TINY["hidden_size"]
-QUICK_SIZES = (1, 2, 8)
-SIZES = (*QUICK_SIZES, pytest.param(4, marks=pytest.mark.slow))
+QUICK_SIZES = (1, 2)
+SIZES = (*QUICK_SIZES, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8)))
 TOKENS, SEQS = 7, 4
 # Prompts in chunks, and too few blocks for what runs at once.
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": TOKENS, "max_num_seqs": SEQS, "num_gpu_blocks_override": 10}
@@ -120,9 +120,9 @@ def test_each_device_holds_its_piece(results: dict[int, dict[str, Any]], size: i
     assert size != 2 or result["compilations"][0] == result["compilations"][1], "compiled after the start"
 
 
-def test_the_plan_says_what_each_device_holds(results: dict[int, dict[str, Any]], tmp_path: Path,
-                                              size: int = 8) -> None:
-    """The command, against the arrays: with padding, and two devices to each KV head."""
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_the_plan_says_what_each_device_holds(results: dict[int, dict[str, Any]], tmp_path: Path, size: int) -> None:
+    """The command, against the arrays: with padding; of eight, two devices to each KV head."""
     write_model(tmp_path / "model", TINY)
     done = subprocess.run(
         [sys.executable, "-m", "jaxpaged.plan", str(tmp_path / "model" / "config.json"), "--device", "cpu", "-tp",

@@ -4,6 +4,7 @@ The numbers are compared with bench/results/aot.md, so that a change for the wor
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from bench.bench_aot import DECODE, FEW, GPUS, MODELS, MOSAIC, PREFILL, ProgramRow, compile_in_children, document
 from jaxpaged.pallas_kernels.tiles import MOSAIC as TILES
-from tests.support.compile_only import GPU_PARAMS, OTHER_GPU, QUICK_GPU
+from tests.support.compile_only import OTHER_GPU, QUICK_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "bench" / "results" / "aot.md"
@@ -26,10 +27,28 @@ MAX_TEMPORARIES = {
 MAX_LAUNCHES_PER_LAYER = 10
 
 
-@pytest.fixture(scope="module", params=GPU_PARAMS)
-def compiled(request: pytest.FixtureRequest) -> tuple[str, list[ProgramRow]]:
-    """Two layers of each model for a GPU."""
-    return compile_in_children((request.param,), tuple(MODELS), 2)
+# Each model for each GPU; the quick tests compile the larger one for one.
+BUILDS = [pytest.param((gpu, model), marks=[] if (gpu, model) == (QUICK_GPU, "llama-3.1-8b") else [pytest.mark.slow],
+                       id=f"{gpu}-{model}") for gpu in (QUICK_GPU, OTHER_GPU) for model in MODELS]
+
+
+@dataclass(frozen=True)
+class Build:
+    """Two layers of a model, compiled for a GPU."""
+
+    gpu: str
+    model: str
+    version: str
+    rows: list[ProgramRow]
+
+    def programs(self, kind: str) -> list[ProgramRow]:
+        return [row for row in self.rows if row.program.startswith(f"{kind}[")]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def compiled(request: pytest.FixtureRequest) -> Build:
+    gpu, model = request.param
+    return Build(gpu, model, *compile_in_children((gpu,), (model,), 2))
 
 
 def test_every_gpu_of_the_table_is_compiled_for() -> None:
@@ -66,34 +85,31 @@ def check_forward(row: ProgramRow) -> None:
     assert kernels["rotary_kv_write"]["wide_loads"] > 0, f"{name}: {kernels['rotary_kv_write']}"
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_steps_run_in_place_in_one_graph(model: str, compiled: tuple[str, list[ProgramRow]]) -> None:
-    rows = [row for row in compiled[1] if row.model == model and row.program.startswith("forward")]
-    assert len(rows) == 3 + ((model, rows[0].gpu) == ("llama-3.1-8b", "h200"))
+def test_steps_run_in_place_in_one_graph(compiled: Build) -> None:
+    rows = [row for row in compiled.rows if row.program.startswith("forward")]
+    assert len(rows) == 3 + ((compiled.model, compiled.gpu) == ("llama-3.1-8b", "h200"))
     for row in rows:
         check_forward(row)
 
 
-def test_prompt_logprobs_are_one_graph(compiled: tuple[str, list[ProgramRow]]) -> None:
-    rows = [row for row in compiled[1] if row.program.startswith("prompt_logprobs")]
-    assert len(rows) == 1
+def test_prompt_logprobs_are_one_graph(compiled: Build) -> None:
+    rows = compiled.programs("prompt_logprobs")
+    assert len(rows) == (compiled.model == "smollm2-135m")
     for row in rows:
         assert row.alias_bytes >= row.pool_bytes and row.graphs == 1 and not row.outside_graphs, row
         assert not any(kernel["spill_bytes"] for kernel in row.kernels), row
 
 
-def test_sampling_is_one_launch_without_temporaries(compiled: tuple[str, list[ProgramRow]]) -> None:
-    rows = [row for row in compiled[1] if row.program.startswith("sample[")]
-    assert len(rows) == len(MODELS)
-    for row in rows:
-        assert row.launches == 1 and row.temporary_bytes == 0, row
-        assert [kernel["name"] for kernel in row.kernels] == ["sampler"] and row.kernels[0]["spill_bytes"] == 0
+def test_sampling_is_one_launch_without_temporaries(compiled: Build) -> None:
+    [row] = compiled.programs("sample")
+    assert row.launches == 1 and row.temporary_bytes == 0, row
+    assert [kernel["name"] for kernel in row.kernels] == ["sampler"] and row.kernels[0]["spill_bytes"] == 0
 
 
-def test_full_sampling_is_one_graph(compiled: tuple[str, list[ProgramRow]]) -> None:
+def test_full_sampling_is_one_graph(compiled: Build) -> None:
     """No sort, no loop and no branch: all of it is launched at once; for one model, in both modes of logprobs."""
-    rows = [row for row in compiled[1] if row.program.startswith("sample_full")]
-    assert len(rows) == len(MODELS) + (rows[0].gpu == "h200")
+    rows = compiled.programs("sample_full")
+    assert len(rows) == 1 + ((compiled.gpu, compiled.model) == ("h200", "smollm2-135m"))
     for row in rows:
         assert row.graphs == 1 and not row.outside_graphs, row
         assert {kernel["name"] for kernel in row.kernels} >= {"sampler", "top_tokens"}
@@ -116,14 +132,14 @@ def tables(text: str) -> tuple[dict[tuple[str, ...], dict[str, str]], ...]:
     return tuple(found)
 
 
-def test_nothing_is_worse_than_in_the_committed_table(compiled: tuple[str, list[ProgramRow]]) -> None:
+def test_nothing_is_worse_than_in_the_committed_table(compiled: Build) -> None:
     """Temporaries, registers and what the layers share may grow a little; the rest may only get better."""
     committed = TABLE.read_text()
     if f"with jax {jax.__version__};" not in committed:
         pytest.skip(f"the table was made with another version of jax than {jax.__version__}")
     hint = "if it is wanted: python bench/bench_aot.py --write bench/results/aot.md"
-    for was, now in zip(tables(committed)[:2], tables(document(*compiled)), strict=True):
-        assert {key for key in was if key[0] == compiled[1][0].gpu} == now.keys(), hint
+    for was, now in zip(tables(committed)[:2], tables(document(compiled.version, compiled.rows)), strict=True):
+        assert {key for key in was if key[:2] == (compiled.gpu, compiled.model)} == now.keys(), hint
         for key in now:
             before = was[key]
             for column, slack in (("temporaries, MiB", 1.05), ("launches", 1.1), ("per layer", 1), ("CUDA graphs", 1),
