@@ -74,12 +74,16 @@ def llm(tiny_path: Path) -> Iterator[LLM]:
         assert llm.get_metrics()["vllm:kv_cache_usage_perc"] == 0
 
 
-@pytest.mark.parametrize("width", [2, 4, 6])
-@pytest.mark.parametrize("more", [
-    {}, {"length_penalty": 0.0}, {"length_penalty": 2.0, "early_stopping": "never"}, {"early_stopping": True},
-    {"length_penalty": -1.0},
-], ids=str)
-def test_beams_are_those_of_transformers(llm: LLM, tiny: "ReferenceModel", width: int, more: dict[str, Any]) -> None:
+# Ways to search, and the width with which the quick tests try each.
+SEARCHES: list[tuple[dict[str, Any], int]] = [
+    ({}, 2), ({"length_penalty": 0.0}, 4), ({"length_penalty": 2.0, "early_stopping": "never"}, 6),
+    ({"early_stopping": True}, 4), ({"length_penalty": -1.0}, 2)]
+
+
+@pytest.mark.parametrize(("more", "width"), [
+    pytest.param(more, width, marks=[pytest.mark.slow] * (width != quick), id=f"{more}-{width}")
+    for more, quick in SEARCHES for width in (2, 4, 6)])
+def test_beams_are_those_of_transformers(llm: LLM, tiny: "ReferenceModel", more: dict[str, Any], width: int) -> None:
     """Some end by an end token: half of all ids are."""
     prompts = [random_prompt(length, length) for length in (3, 17, 40)]
     check(llm, tiny, prompts, width, 8, [EOS], **more)

@@ -78,7 +78,8 @@ def engines(model: tuple[Transformer, dict[Any, Any]]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("how", [
-    {}, {"cpu_attention": "xla"}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 64},
+    {}, pytest.param({"cpu_attention": "xla"}, marks=pytest.mark.slow), {"enable_prefix_caching": False},
+    {"max_num_batched_tokens": 64},
     {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 7},
     {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 7, "preemption_mode": "swap", "swap_space": "0.01G"},
     {"num_gpu_blocks_override": 24, "swap_space": "0.01G", "enable_prefix_caching": False}], ids=str)
@@ -94,6 +95,7 @@ def test_greedy_ids_are_those_of_float64(engines: Any, how: dict[str, Any]) -> N
         assert engine.stats().blocks_swapped_in > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pages", "largest", "rounded"), [
     ("int8", 127, np.rint), ("fp8", 448, lambda x: x.astype(ml_dtypes.float8_e4m3fn).astype(np.float64))])
 def test_pages_of_8_bits_in_every_group(engines: Any, pages: str, largest: float, rounded: Any) -> None:
@@ -112,10 +114,11 @@ def test_pages_of_8_bits_in_every_group(engines: Any, pages: str, largest: float
 
 
 @pytest.mark.parametrize(("family", "changes", "windows", "blocks"), [
-    ("Mistral", {"sliding_window": 21}, (21, 21, 21, 21), 8),
+    pytest.param("Mistral", {"sliding_window": 21}, (21, 21, 21, 21), 8, marks=pytest.mark.slow),
     ("Mistral", {"sliding_window": 21, "layer_types": ["full_attention", "sliding_attention"] * 2},
      (None, 21, None, 21), 16),
-    ("Qwen2", {"sliding_window": 37, "use_sliding_window": True, "max_window_layers": 1}, (None, 37, 37, 37), 26)])
+    pytest.param("Qwen2", {"sliding_window": 37, "use_sliding_window": True, "max_window_layers": 1},
+                 (None, 37, 37, 37), 26, marks=pytest.mark.slow)])
 def test_families_with_windows(tmp_path: Path, family: str, changes: dict[str, Any], windows: tuple[int | None, ...],
                                blocks: int) -> None:
     """From their configs, with prefix hits, forks, and too few blocks: preempted requests are swapped."""

@@ -51,6 +51,7 @@ def test_alone(llm: LLM, row: dict[str, Any]) -> None:
     assert not _errors(llm, [row])
 
 
+@pytest.mark.slow
 def test_in_small_pieces_and_preempted(cramped_llm: LLM) -> None:
     assert not _errors(cramped_llm, ROWS)
     assert cramped_llm.get_metrics()["vllm:num_preemptions"] > 0

@@ -176,7 +176,7 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("processed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_everything_at_once_is_as_on_the_cpu(processed: bool) -> None:
     """Ids, counts and log probabilities of rows that ask for all kinds of things; dead ends and failures too."""
     rng = np.random.default_rng(7)
