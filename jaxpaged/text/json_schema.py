@@ -303,7 +303,7 @@ class _Translator:
         """A pattern for the compiler; None where it is dropped."""
         if not isinstance(pattern, str):
             raise schema_error(key, schema.place, "must be a regular expression")
-        translated, construct = translate_regex(pattern)
+        translated, construct = translate_regex(pattern, of_schema=True)
         if construct is None:
             return translated
         self._refuse(schema, key, f"is {pattern[:60]!r} and has {construct}, which is not supported")

@@ -8,8 +8,12 @@ _PIECES = re.compile(r"""
   | (?P<boundary>  \\[bB] )
   | (?P<control>   \\c )
   | (?P<end>       \\Z )
-  | (?P<angle>     \\[<>] )
+  | (?P<braced>    \\[pPux]\{[^}]*\} )
+  | (?P<zero>      \\0(?![0-9]) )
+  | (?P<itself>    \\(?: [<>] | [^\x00-\x7f] ) )
+  | (?P<space>     \\[sS] )
   | (?P<escape>    \\. )
+  | (?P<dot>       \. )
   | (?P<ahead>     \(\?[=!] )
   | (?P<behind>    \(\?<[=!] )
   | (?P<atomic>    \(\?> )
@@ -20,8 +24,24 @@ _PIECES = re.compile(r"""
   | (?P<hyphens>   \[ (?: \\. | [^\]\\] )* -- )
   | (?P<set>       \[\^?\]? )
 """, re.VERBOSE | re.DOTALL)
-_SET_PIECES = re.compile(
-    r"(?P<close>\])|(?P<escape>\\.)|(?P<open>\[(?!:))|(?P<operator>&&|~~)", re.DOTALL)
+_SET_PIECES = re.compile(r"""
+    (?P<close>    \] )
+  | (?P<class>    \\ (?: [dDsSwW] | [pP](?:\{[^}]*\}|.) ) ) (?P<hyphen>-(?!\]))?  # which is no range's
+  | (?P<literal>  -(?=\\[dDsSwWpP]) )
+  | (?P<zero>     \\0(?![0-9]) )
+  | (?P<backspace> \\b )
+  | (?P<itself>   \\(?: [<>] | [^\x00-\x7f] ) )
+  | (?P<escape>   \\. )
+  | (?P<open>     \[(?!:) )
+  | (?P<operator> && | ~~ )
+""", re.VERBOSE | re.DOTALL)
+
+# What patterns of JSON schemas mean by a dot and by white space in ECMA's dialect and in Python's alike, so that
+# whatever reads the values finds that they match. Rust's own have carriage returns, or U+0085.
+_DOT = r"[^\n\r\u2028\u2029]"
+_SPACES = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_ONLY_SOMEWHERE = r"\x1c-\x1f\x85\ufeff"
+_DOT_IS_ALL = re.compile(r"\(\?[a-zA-Z]*s")
 
 _UNSUPPORTED = {"reference": "a back reference", "boundary": "a word boundary", "control": "a control escape",
                 "ahead": "a look-ahead", "behind": "a look-behind", "atomic": "an atomic group",
@@ -29,13 +49,18 @@ _UNSUPPORTED = {"reference": "a back reference", "boundary": "a word boundary", 
                 "hyphens": "two hyphens in a character class"}
 
 
-def translate_regex(pattern: str) -> tuple[str, str | None]:
+def translate_regex(pattern: str, *, of_schema: bool = False) -> tuple[str, str | None]:
     """A pattern as llguidance reads it, and the first construct that it lacks, such as "a look-ahead, (?=", or None.
 
     Braces, brackets and operators are escaped where only Rust's syntax gives them a meaning.
+
+    Args:
+        of_schema: it is a JSON schema's, and so in ECMA's dialect; otherwise it is in Python's.
     """
     out: list[str] = []
     position = 0
+    dot = _DOT if of_schema and not _DOT_IS_ALL.search(pattern) else "."
+    spaces = {r"\s": f"[{_SPACES}]", r"\S": rf"[^\s{_ONLY_SOMEWHERE}]"} if of_schema else {}
     while found := _PIECES.search(pattern, position):
         out.append(pattern[position:found.start()])
         position = found.end()
@@ -43,24 +68,37 @@ def translate_regex(pattern: str) -> tuple[str, str | None]:
         if kind in _UNSUPPORTED:
             return pattern, f"{_UNSUPPORTED[kind]}, {text[-12:]}"
         if kind == "set":
-            body, position = _translate_set(pattern, position)
+            body, position = _translate_set(pattern, position, text.startswith("[^"), of_schema)
             out.append(text + body)
+        elif kind == "itself":
+            out.append(text[1:])
+        elif kind == "space":
+            out.append(spaces.get(text, text))
         else:
-            out.append({"end": r"\z", "angle": text[1:], "brace": r"\{"}.get(kind or "", text))
+            out.append({"end": r"\z", "brace": r"\{", "zero": r"\x00", "dot": dot}.get(kind or "", text))
     return "".join([*out, pattern[position:]]), None
 
 
-def _translate_set(pattern: str, position: int) -> tuple[str, int]:
+def _translate_set(pattern: str, position: int, negated: bool, of_schema: bool) -> tuple[str, int]:
     """The rest of a character class, and where the pattern goes on."""
     out: list[str] = []
+    spaces: dict[str, str] = {}
+    if of_schema:
+        spaces = ({r"\s": rf"\s{_ONLY_SOMEWHERE}", r"\S": rf"\S{_ONLY_SOMEWHERE}"} if negated
+                  else {r"\s": _SPACES, r"\S": rf"[^\s{_ONLY_SOMEWHERE}]"})
     while found := _SET_PIECES.search(pattern, position):
         out.append(pattern[position:found.start()])
         position, text = found.end(), found[0]
-        if found.lastgroup == "operator":
-            text = f"{text[0]}\\{text[1]}"
-        elif text in (r"\<", r"\>"):
+        if found["close"]:
+            return "".join([*out, text]), position
+        if found["class"]:
+            text = spaces.get(found["class"], found["class"]) + r"\-" * bool(found["hyphen"])
+        elif found["itself"]:
             text = text[1:]
-        out.append(r"\[" if found.lastgroup == "open" else text)
-        if found.lastgroup == "close":
-            return "".join(out), position
+        elif found["operator"]:
+            text = f"{text[0]}\\{text[1]}"
+        else:
+            text = {"literal": r"\-", "zero": r"\x00", "backspace": r"\x08", "open": r"\["}.get(
+                found.lastgroup or "", text)
+        out.append(text)
     return "".join([*out, pattern[position:]]), len(pattern)  # not closed: the compiler says so

@@ -135,14 +135,7 @@ class _Call:
             if char not in "{\"'":  # the brace may be missing
                 reader.give_back(char)
                 raise NotACallError
-            while char != "}":
-                if char not in "{,":
-                    key = json.loads((yield from self._json.key(char)))
-                    colon = yield from reader.accept(":")
-                    if not colon:
-                        raise BrokenError
-                    yield from self._member(key, (yield from reader.next_non_space()))
-                char = yield from reader.next_non_space()
+            yield from self._members(char)
         except BrokenError:
             broken = True
             if not self._started:
@@ -166,8 +159,22 @@ class _Call:
         self._start()
         self._emit_arguments("".join(self._early or ["{", ", ".join(self._beside), "}"]))
 
+    def _members(self, char: str) -> Parsing:
+        """Read the members of an object to its closing brace; `char` is its first character."""
+        while char != "}":
+            if char not in "{,":
+                key = json.loads((yield from self._json.key(char)))
+                colon = yield from self._reader.accept(":")
+                if not colon:
+                    raise BrokenError
+                yield from self._member(key, (yield from self._reader.next_non_space()))
+            char = yield from self._reader.next_non_space()
+
     def _member(self, key: str, char: str) -> Parsing:
-        if key == "name" and self._name is None:
+        unnamed = self._name is None
+        if key == "function" and char == "{" and unnamed and self._early is None:  # the whole call, as clients see it
+            yield from self._members(char)
+        elif unnamed and (key == "name" or (key == "function" and char in "\"'")):
             name = json.loads((yield from self._value(char)))
             if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
                 raise NotACallError

@@ -67,6 +67,11 @@ TABLE: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "pattern is searched": ({"type": "string", "pattern": "a+"}, ['"xaay"'], ['"xy"', '""']),
     "pattern with anchors": ({"type": "string", "pattern": "^a*$"}, ['""', '"aa"'], ['"ab"']),
     "pattern, dialect": ({"type": "string", "pattern": r"^[\w.\-]+\/{\<\d{2}\Z"}, ['"a-b/{<12"'], ['"x/<00"', '"a/b"']),
+    "pattern, what ECMA and Python agree on": (
+        {"type": "string", "pattern": r"^.\s\S[\s][^\s][\S][^\S]$"}, ['"a b cd "', '"a\u00a0b\u2003cd\u3000"'],
+        [r'"\r b cd "', '"\u2028 b cd "', '"a\x85b cd "', '"a \ufeff cd "', '"a b\x85cd "', '"a b \x85d "',
+         '"a b c\ufeff "', '"a b cd\x85"']),
+    "pattern in which a dot is all": ({"type": "string", "pattern": "(?s)^.$"}, [r'"\n"', '"\u2028"'], ['""']),
     "pattern and format": ({"type": "string", "format": "date", "pattern": "^202"}, ['"2024-02-29"'],
                            ['"1999-01-01"', '"2023-02-29"']),
     "date-time": ({"type": "string", "format": "date-time"}, ['"2024-12-31T23:59:59.5+01:00"'],

@@ -188,6 +188,10 @@ def test_doubled_and_missing_braces(found: Any, data: st.DataObject) -> None:
     ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", {"a": "9" * 5000}),
     ('{"name": "f", "type": "function", "a": "b", "c": [1]}', {"a": "b", "c": [1]}),
     ('{"name": "f"', {}), ('{"name": "f", "arguments": {}', {}),
+    ('{"type": "function", "function": {"name": "f", "arguments": {"a": {"b": 1}}}}', {"a": {"b": 1}}),
+    ('{"id": "c1", "function": {"arguments": "{\\"a\\": 1}", "name": "f"}, "type": "function"}', {"a": 1}),
+    ('{"type": "function", "function": {"name": "f"', {}), ('{"function": "f", "parameters": {"a": 1}}', {"a": 1}),
+    ('{"name": "f", "function": {"name": "g"}}', {"function": {"name": "g"}}),
 ])
 def test_what_is_understood(inner: str, expected: Any) -> None:
     assert strict_calls(parse(parser_of("hermes"), f"<tool_call>{inner}</tool_call>")) == [("f", expected)]
@@ -196,7 +200,7 @@ def test_what_is_understood(inner: str, expected: Any) -> None:
 @pytest.mark.parametrize("inner", [
     "so be it", '{"name": 3, "arguments": {}}', '{"name": "", "arguments": {}}', '{"arguments": {"a": 1}}', "[1, 2]",
     '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": "Paris"}', '{"name": "f", "arguments": 3}',
-    '{"name": "f" and so on}', "",
+    '{"name": "f" and so on}', "", '{"function": {"arguments": {"a": 1}}}', '{"function": 3, "arguments": {}}',
 ])
 def test_what_is_not_understood_is_content_without_its_tags(inner: str) -> None:
     events = parse(parser_of("hermes"), f"Well. <tool_call>{inner}</tool_call> So.")
