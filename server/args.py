@@ -61,7 +61,8 @@ class ServerConfig:
     max_request_bytes: int = _flag(2**23, "maximum size of a request body; all that are still being received may "
                                    f"together take {BODIES} times that", group="limits")
     body_timeout: float = _seconds(60.0, "time for a client to send a request's body")
-    head_timeout: float = _seconds(30.0, "time for a client to send a request's line and headers")
+    head_timeout: float = _seconds(30.0, "time for a client to send a request's line and headers, and for a "
+                                  "TLS handshake before")
     write_timeout: float = _seconds(300.0, "time for a client to read on while an answer waits for it")
     keep_alive_timeout: int = _seconds(65, "time that an idle connection stays open")
     chat_template_timeout: float = _seconds(10.0, "time for the chat template to render one conversation")

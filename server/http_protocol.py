@@ -1,19 +1,21 @@
 """The HTTP parser: uvicorn's for httptools, with the limits that it lacks.
 
 It bounds heads and trailers in size and time, makes room for new connections, and notices that a client has left
-whatever else the client has sent.
+whatever else the client has sent. It declines upgrades, which some clients offer with every request.
 """
 
 import asyncio
 from dataclasses import dataclass
 from typing import Any, cast
 
+import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from jaxpaged.server.protocol.error_answers import RETRY_AFTER_SECONDS, error_json
 
 LINGER_SECONDS = 0.5  # between a refusal and the end of the connection
+_OF_UPGRADES = (b"upgrade", b"http2-settings")  # headers, and what `connection` says of them
 MAX_PIPELINED = 8  # requests that may wait for the answer to an earlier one on the same connection
 
 
@@ -59,6 +61,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._too_long = False
         self._ignoring = False  # of whatever else the client sends
+        self._declined: bytes | None = None  # the head of a request that offers an upgrade, without the offer
         self._running: RequestResponseCycle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -94,10 +97,28 @@ class BoundedHttp(HttpToolsProtocol):
         if self._head_timer is None and self in self._waiting:
             self._start_head_timer()
         self._arrived += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.logger.warning("invalid HTTP request received")
+            self.send_400_response("")
         if self._arrived > self._bounds.max_head_bytes and not self._ignoring:
             self._too_long = True
             self.send_400_response("")
+
+    def _feed(self, data: bytes) -> None:
+        while not self._ignoring:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser has left out the body, as if the upgrade were accepted: it starts again without the offer.
+                assert self._declined is not None
+                data, self._declined = self._declined + data[upgrade.args[0]:], None
+                self.parser = httptools.HttpRequestParser(self)  # the other reads nothing more if this is the last one
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            else:
+                return
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -117,6 +138,9 @@ class BoundedHttp(HttpToolsProtocol):
                 self._bounds.max_head_bytes:
             self._too_long = True
             raise ValueError("the head is too long")  # stops the parser; `send_400_response` answers
+        if self.parser.should_upgrade():
+            self._declined = self._head_without_upgrade()
+            return
         self._in_head = False
         self._waiting.pop(self, None)
         _cancel(self._head_timer)
@@ -146,9 +170,23 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The newest request has arrived."""
+        if self._declined is not None:
+            return
         self._arrived = 0
         if not self._ignoring:
             super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise ValueError("a tunnel is asked for, not an upgrade")
+        lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(word for word in value.split(b",") if word.strip().lower() not in _OF_UPGRADES)
+            if name not in _OF_UPGRADES:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_response_complete(self) -> None:
         """Start the next request, or wait for one."""
@@ -161,7 +199,12 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or too long, and close the connection."""
-        if self._is_busy():
+        running = self._running
+        if not self._too_long and running is not None and running is self.cycle and running.more_body \
+                and not running.response_started:
+            running.disconnected = True  # nobody waits for the rest of its body any longer
+            running.message_event.set()
+        elif self._is_busy():
             self._ignore_the_rest()  # an answer that is being written stays whole
             return
         message = "the request is not valid HTTP"
@@ -192,7 +235,9 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self, status: bytes, message: str) -> None:
         self._ignoring = True
         _cancel(self._head_timer)
-        if self._arrived and (self._in_head or self._running is None):  # else nothing was asked, or has been answered
+        # Otherwise nothing was asked, or what was asked has been answered.
+        if (self._arrived and (self._in_head or self._running is None)) or (
+                self._running is not None and not self._running.response_started):
             body = error_json(message, "invalid_request_error")
             self.transport.write(b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
                                  b"connection: close\r\n\r\n%b" % (status, len(body), body))

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -165,7 +166,7 @@ class _Server:
             access_log=not self._config.disable_access_log, http=self._http_protocol(), ws="none", lifespan="off",
             server_header=False, timeout_keep_alive=self._config.keep_alive_timeout,
             timeout_graceful_shutdown=CLOSE_SECONDS,
-            ssl_keyfile=self._config.ssl_keyfile, ssl_certfile=self._config.ssl_certfile))
+            ssl_keyfile=self._config.ssl_keyfile, ssl_certfile=self._config.ssl_certfile), self._config.head_timeout)
         # The objects of the start are permanent: walking through them again would hold up all streams for a while.
         gc.collect()
         gc.freeze()
@@ -219,13 +220,28 @@ class _Server:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn without its signal handlers, which refuse connections at once and change the exit code."""
+    """uvicorn without its signal handlers, which refuse connections at once and change the exit code.
+
+    Args:
+        handshake_timeout: seconds for a TLS handshake.
+    """
+
+    def __init__(self, config: uvicorn.Config, handshake_timeout: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout = handshake_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, then log the address."""
-        await super().startup(sockets)
+        """Accept connections, then log the address. uvicorn's own gives every TLS handshake a minute."""
         assert sockets
-        logger.info("serving on %s", _url(self.config, sockets[0]))
+        config = self.config
+        protocol: Any = config.http_protocol_class
+        make = partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        bounds: dict[str, Any] = {"ssl_handshake_timeout": self._handshake_timeout,
+                                  "ssl_shutdown_timeout": CLOSE_SECONDS} if config.is_ssl else {}
+        self.servers = [await asyncio.get_running_loop().create_server(
+            make, sock=listener, ssl=config.ssl, backlog=config.backlog, **bounds) for listener in sockets]
+        self.started = True
+        logger.info("serving on %s", _url(config, sockets[0]))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -22,16 +22,25 @@ ANSWER = b"x" * 2**25  # more than the sockets' buffers hold
 
 
 class App:
-    """Answers /quick and /large at once, the latter with more than sockets buffer, and /slow never."""
+    """Answers /quick and /large at once, the latter with more than sockets buffer, and /slow never; notes bodies."""
 
     def __init__(self) -> None:
         self.left: list[float] = []
         self.headers: list[Any] = []
+        self.bodies: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.headers = scope["headers"]
-        while scope["method"] == "POST" and (await receive())["more_body"]:
-            pass
+        body = b""
+        while scope["method"] == "POST":
+            part = await receive()
+            if part["type"] == "http.disconnect":
+                self.left.append(time.monotonic())
+                return
+            body += part["body"]
+            if not part["more_body"]:
+                self.bodies.append(body)
+                break
         if scope["path"] == "/slow":
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -107,6 +116,31 @@ def test_small_trailers_are_read_and_dropped(connect: Any, app: App) -> None:
     connection.sendall(b"3\r\nabc\r\n0\r\nx-late: 1\r\n\r\n" + request("/quick", "connection: close"))
     assert read(connection).count(b"HTTP/1.1 200 OK") == 2
     assert b"x-late" not in dict(app.headers)
+
+
+UPGRADE = ("Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAEAAEAAAAIAAAAB", "Upgrade: h2c")  # Java's client
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_offered_upgrade_costs_no_body(connect: Any, app: App, pause: float, chunked: bool) -> None:
+    size, body = ("transfer-encoding: chunked", b"3\r\nabc\r\n0\r\n\r\n") if chunked else ("content-length: 3", b"abc")
+    connection = connect(request("/quick", size, *UPGRADE, method="POST"))
+    time.sleep(pause)
+    connection.sendall(body + request("/quick", *UPGRADE) + request("/quick", size, *UPGRADE, method="POST") + body)
+    connection.sendall(request("/quick", "connection: close, upgrade", "upgrade: websocket"))
+    assert read(connection).count(b"HTTP/1.1 200 OK") == 4
+    assert app.bodies == [b"abc"] * 2 and {b"upgrade", b"http2-settings"}.isdisjoint(dict(app.headers))
+    assert read(connect(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n")).startswith(b"HTTP/1.1 400")
+    assert read(connect(request("/quick", *UPGRADE) * 4000)).count(b"HTTP/1.1 200 OK") <= 4000
+
+
+@pytest.mark.parametrize("rest", [b"zz\r\nabc", b"3\r\nabcd\r\n", b"-1\r\n", b"f" * 17 + b"\r\n"])
+def test_a_body_that_is_no_http_is_refused_at_once(connect: Any, app: App, rest: bytes) -> None:
+    began = time.monotonic()
+    answer = read(connect(request("/quick", "transfer-encoding: chunked", method="POST") + rest))
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1 and "not valid" in error_of(answer)
+    assert len(app.left) == 1 and time.monotonic() - began < 3
 
 
 def test_heads_are_bounded(connect: Any) -> None:

@@ -430,7 +430,7 @@ def secure(model: Path, certificate: tuple[Path, Path], tmp_path_factory: pytest
            ) -> Iterator[LiveServer]:
     """A server that speaks TLS alone and may open few files."""
     with LiveServer(tmp_path_factory.mktemp("secure") / "log", str(model), *SMALL, "--ssl-keyfile", str(certificate[0]),
-                    "--ssl-certfile", str(certificate[1]), files=FILES) as server:
+                    "--ssl-certfile", str(certificate[1]), "--head-timeout", "4", files=FILES) as server:
         yield server.wait_ready()
 
 
@@ -450,6 +450,9 @@ def test_tls(secure: LiveServer, certificate: tuple[Path, Path], strict: LiveSer
         httpx.get(f"{secure.url}/health")
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{secure.url.replace('https', 'http')}/health")
+    host, port = secure.url.removeprefix("https://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as silent:
+        assert silent.recv(1) == b""
 
 
 def test_more_connections_than_descriptors(secure: LiveServer, certificate: tuple[Path, Path]) -> None:
