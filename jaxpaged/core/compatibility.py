@@ -26,7 +26,8 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "documents": ([],), "chat_template": (), "prompt_embeds": (), "modalities": (["text"],), "audio": (),
     "prediction": (), "web_search_options": (), "logits_processors": (), "kv_transfer_params": (), "adapter": (),
-    "adapter_id": (), "guided_whitespace_pattern": (),
+    "adapter_id": (), "lora_request": (), "guided_whitespace_pattern": (), "structural_tag": (),
+    "thinking_token_budget": (), "vllm_xargs": ({},), "return_tokens_as_token_ids": (False,),
 }
 # Sampling parameter -> why it changes nothing here.
 PARAMS_WITHOUT_EFFECT = {"spaces_between_special_tokens": "the decoders put no spaces there"}

@@ -101,7 +101,8 @@ def test_a_bad_value_names_its_field_and_is_not_repeated(field: str, value: Any)
     ("suffix", "x"),
     ("structured_outputs", {"json_object": True, "structural_tag": "a"}),
     ("functions", [{}]),
-    ("chat_template", "{{x}}"),
+    ("chat_template", "{{x}}"), ("structural_tag", "{}"), ("thinking_token_budget", 5), ("lora_request", {"name": "a"}),
+    ("return_tokens_as_token_ids", True),
 ])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_what_is_known_but_not_supported_is_named(kind: Any, field: str, value: Any) -> None:
@@ -112,7 +113,7 @@ def test_what_is_known_but_not_supported_is_named(kind: Any, field: str, value: 
 
 
 @pytest.mark.parametrize("fields", [
-    {"suffix": ""}, {"logit_bias": {}}, {"bad_words": []},
+    {"suffix": "", "return_tokens_as_token_ids": False}, {"logit_bias": {}}, {"bad_words": []},
     {"use_beam_search": False}, {"response_format": {"type": "text"}}, {"tools": [], "tool_choice": "none"},
     {"best_of": 1}, {"n": 3, "best_of": 3}, {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
     {"min_tokens": 0}, {"length_penalty": 1.0}, {"user": "me", "metadata": {"a": "b"}},
