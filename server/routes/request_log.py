@@ -21,7 +21,7 @@ def _brief(value: object) -> str:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, StructuredOutputsParams):
-        return " ".join(item.name for item in fields(value) if getattr(value, item.name) is not None)
+        return " ".join(item.name for item in fields(value) if getattr(value, item.name) != item.default)
     if isinstance(value, str):
         return f"({len(value)} characters)"
     if isinstance(value, Sized):
