@@ -365,7 +365,7 @@ def test_the_log_of_requests_has_sizes(strict: LiveServer) -> None:
         assert answer.status_code == 200, answer.text
     lines = [line for line in strict.log.splitlines() if "temperature=0.125" in line]
     assert len(lines) == 3 and "16 prompt tokens" in lines[0] and "stop=(1 items)" in lines[0]
-    assert "structured_outputs=choice" in lines[1] and "structured_outputs=json" in lines[2]
+    assert "structured_outputs=choice, " in lines[1] and "structured_outputs=json, " in lines[2]
     assert secret not in strict.log and "1.5" not in lines[0] and "Traceback" not in strict.log
 
 
