@@ -86,6 +86,70 @@ class AttentionSpec:
     alibi_scale: float = 1.0
     sinks: bool = False
 
+    def of_layer(self, rope: RopeConfig | None, window: int | None) -> "AttentionSpec":
+        """With a layer's rotary rule and window."""
+        return replace(self, rope=rope, window=window)
+
+    def part(self, devices: int, kv_devices: int) -> "AttentionSpec":
+        """With the heads of each of `devices` devices, over `kv_devices` of which KV heads are divided."""
+        return replace(self, num_heads=self.num_heads // devices, num_kv_heads=self.num_kv_heads // kv_devices)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head for which there are rotary angles."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): pages hold one latent for the keys and values of all heads.
+
+    Attributes:
+        latent_dim: L, the numbers of a token that all heads' keys and values are products of.
+        rotary_dim: O, the rotated numbers of a query's head; a token has as many, which all heads share.
+        key_dim, value_dim: C and V, the numbers of a head's query that are not rotated, and of its value.
+        query_dim: R, where queries are products of as many numbers; None: of the token.
+        rope: rotary rule.
+        bias: of the products that make the latent, the numbers that queries are made of, and the result.
+        norm: of latents, and of the numbers that queries are made of.
+        scale: factor on scores.
+    """
+
+    num_heads: int
+    latent_dim: int
+    rotary_dim: int
+    key_dim: int
+    value_dim: int
+    query_dim: int | None
+    scale: float
+    rope: RopeConfig | None = RopeConfig()
+    bias: bool = False
+    norm: NormSpec = NormSpec(1e-6)
+
+    def of_layer(self, rope: RopeConfig | None, window: int | None) -> "LatentSpec":
+        """With a layer's rotary rule; there are no windows."""
+        assert window is None, window
+        return replace(self, rope=rope)
+
+    def part(self, devices: int, kv_devices: int) -> "LatentSpec":
+        """With the heads of each of `devices` devices; all of them hold all latents."""
+        return replace(self, num_heads=self.num_heads // devices)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """One key, which all heads share."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a token in a page, and of a query that is compared with them."""
+        return self.latent_dim + self.rotary_dim
+
+    @property
+    def window(self) -> None:
+        """All tokens are seen."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
@@ -138,9 +202,8 @@ class ExpertsSpec:
         return replace(self, dim=up(self.dim), shared_dim=up(self.shared_dim))
 
 
-# What a layer may consist of; each kind has a module of its own. Latent attention and recurrent state become further
-# mixers.
-MixerSpec = AttentionSpec
+# What a layer may consist of; each kind has a module of its own. Recurrent state becomes another mixer.
+MixerSpec = AttentionSpec | LatentSpec
 AnyMLPSpec = MLPSpec | ExpertsSpec
 
 
@@ -226,16 +289,14 @@ class ModelConfig:
     def part(self, devices: int, kv_devices: int) -> "ModelConfig":
         """The attention that each of `devices` devices computes; the KV heads are divided over `kv_devices` of them."""
         return replace(self, layers=tuple(
-            replace(layer, mixer=replace(layer.mixer, num_heads=layer.mixer.num_heads // devices,
-                                         num_kv_heads=layer.mixer.num_kv_heads // kv_devices))
-            for layer in self.layers))
+            replace(layer, mixer=layer.mixer.part(devices, kv_devices)) for layer in self.layers))
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
-    def attention(self) -> tuple[AttentionSpec, ...]:
+    def attention(self) -> tuple[MixerSpec, ...]:
         """The attention of each layer."""
         return tuple(layer.mixer for layer in self.layers)
 
@@ -243,6 +304,11 @@ class ModelConfig:
     def kv_layout(self) -> KVLayout:
         """Where the keys and values of each layer lie."""
         return make_layout(tuple(spec.window for spec in self.attention))
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether pages hold latents, in place of keys and values."""
+        return isinstance(self.attention[0], LatentSpec)
 
     @property
     def num_kv_heads(self) -> int:

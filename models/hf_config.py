@@ -5,7 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
-from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelConfig, NormSpec, RopeConfig
+from jaxpaged.models.config import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    ModelConfig,
+    NormSpec,
+    RopeConfig,
+)
 from jaxpaged.models.config_checks import check_quantization, check_unread
 from jaxpaged.models.rope_tables import context_length, rope_config, stretched_length
 from jaxpaged.models.text_part import text_config
@@ -18,7 +28,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gel
 _MAX_LAYERS = 10_000
 # Where null has a meaning of its own; elsewhere it is the same as an absent key.
 _NULLABLE = ("eos_token_id", "head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping",
-             "final_logit_softcapping")
+             "final_logit_softcapping", "q_lora_rank")
 
 
 def with_defaults(hf: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +58,8 @@ def common_config(
     hf: dict[str, Any], *, attention: dict[str, Any] | None = None, mlp: dict[str, Any] | None = None,
     layer: dict[str, Any] | None = None, rope: dict[str, Any] | None = None, norm: NormSpec | None = None,
     windows: Sequence[int | None] = (), rotated: bool = True, unrotated: Collection[int] = (),
-    experts: Callable[[int], ExpertsSpec | None] = lambda layer: None, reads: Collection[str] = (), **changes: Any,
+    experts: Callable[[int], ExpertsSpec | None] = lambda layer: None, latent: LatentSpec | None = None,
+    reads: Collection[str] = (), **changes: Any,
 ) -> ModelConfig:
     """ModelConfig from the usual keys: equal Llama layers, but for what the family changes.
 
@@ -60,6 +71,7 @@ def common_config(
         rotated: whether queries and keys are rotated.
         unrotated: numbers of the layers in which they are not.
         experts: of a layer's number, the mixture that it has in place of the dense MLP.
+        latent: what all layers have in place of grouped-query attention.
         reads: keys of `config_checks.NEUTRAL` that the family reads itself.
         windows: the sliding window of each layer; empty: no layer has one.
         changes: fields of ModelConfig.
@@ -81,8 +93,7 @@ def common_config(
         raise CheckpointError(f"config.json: head_dim ({head_dim}), which is hidden_size // num_attention_heads unless "
                               "given, must be even")
     bias = flag(hf, "attention_bias")
-    mixer = AttentionSpec(heads, kv_heads, head_dim, None, bias, bias)
-    mixer = replace(mixer, **attention or {})
+    mixer: MixerSpec = latent or replace(AttentionSpec(heads, kv_heads, head_dim, None, bias, bias), **attention or {})
     dense = replace(MLPSpec(size(hf, "intermediate_size"), activation(hf, "hidden_act"), bias=flag(hf, "mlp_bias")),
                     **mlp or {})
     norm = norm or norm_spec(hf)
@@ -90,11 +101,10 @@ def common_config(
 
     def rotary(index: int, kind: str) -> RopeConfig | None:
         skipped = index in unrotated or not rotated
-        found = None if skipped else rope_config(hf, kind, head_dim, partial=partial)
+        found = None if skipped else rope_config(hf, kind, mixer.rotary_dim, partial=partial)
         return replace(found, **rope or {}) if found else None
 
-    layers = tuple(LayerSpec(replace(mixer, window=window, rope=rotary(index, kind)), experts(index) or dense, norm,
-                             **layer or {})
+    layers = tuple(LayerSpec(mixer.of_layer(rotary(index, kind), window), experts(index) or dense, norm, **layer or {})
                    for index, (kind, window) in enumerate(_layers(hf, windows)))
     fields: dict[str, Any] = {
         "architecture": hf["architectures"][0],

@@ -146,12 +146,13 @@ def make_metadata(
                                            shape.num_kv_heads)
         return GpuAttention(target, tiles, make_work_list(slot, position, null_slot, sizes, shape.window))
 
-    rules, rule_of = _distinct([(spec.rope, spec.head_dim) for spec in config.attention])
-    # On CPU one list serves all layers.
-    shapes, shape_of = _distinct([WorkShape.of(spec) if target else None for spec in config.attention])
+    rules, rule_of = _distinct([(spec.rope, spec.rotary_dim) for spec in config.attention])
+    # On CPU one list serves all layers. On a GPU XLA computes attention over latents.
+    shapes, shape_of = _distinct([WorkShape.of(spec) if target and isinstance(spec, AttentionSpec) else None
+                                  for spec in config.attention])
     return StepMetadata(
         slot=slot, position=position, page=page, offset=position % block_size,
-        angles=tuple(_angles(position, rope, head_dim) for rope, head_dim in rules), block_table=block_table,
+        angles=tuple(_angles(position, rope, size) for rope, size in rules), block_table=block_table,
         work=tuple(map(work_of, shapes)),
         layers=tuple(LayerIndices(*indices) for indices in zip(rule_of, shape_of, config.kv_layout.units, strict=True)))
 
@@ -166,7 +167,8 @@ def gpu_tiles(
 
 def uses_mosaic(target: GpuTarget, config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> bool:
     """Whether Mosaic GPU computes this model's attention in steps of fewer than `MANY_TOKENS` tokens."""
-    return all(gpu_tiles(target, 1, WorkShape.of(spec), dtype, cache_dtype).mosaic for spec in set(config.attention))
+    return all(isinstance(spec, AttentionSpec) and gpu_tiles(target, 1, WorkShape.of(spec), dtype, cache_dtype).mosaic
+               for spec in set(config.attention))
 
 
 def _angles(position: jax.Array, rope: RopeConfig | None, head_dim: int) -> tuple[jax.Array, jax.Array]:

@@ -15,6 +15,8 @@ from jaxpaged.models import (
     chatglm,
     cohere,
     cohere2,
+    deepseek_v2,
+    deepseek_v3,
     ernie4_5_moe,
     exaone4,
     falcon,
@@ -24,6 +26,7 @@ from jaxpaged.models import (
     glm,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -69,6 +72,7 @@ class ModelFamily:
         defaults: what an absent key of config.json means, as in transformers' config class; `architectures` and
             `model_type` among them.
         windows: which layers may have a sliding window, for people; empty: none.
+        types: other model_types that a config.json of this family may name.
         also: architectures of other families, which a config.json of this model_type may name, too.
     """
 
@@ -81,6 +85,7 @@ class ModelFamily:
     ignored: tuple[str, ...]
     windows: str = ""
     also: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
 
     @property
     def model_type(self) -> str:
@@ -114,10 +119,10 @@ _TWIN = "logits of tiny checkpoints, against those of an equal model of transfor
 
 def _family(
     models: str, module: ModuleType, windows: str = "", sizes: str = "tiny ones", tested: str = _TINY,
-    also: tuple[str, ...] = (),
+    also: tuple[str, ...] = (), types: tuple[str, ...] = (),
 ) -> ModelFamily:
     return ModelFamily(models, sizes, tested, module.DEFAULTS, module.config_from_hf, module.WEIGHTS, module.IGNORED,
-                       windows, also)
+                       windows, also, types)
 
 
 _LLAMA = ModelFamily(
@@ -147,6 +152,9 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": _family("Qwen1.5-MoE, Qwen2-57B-A14B", qwen2_moe, "every other layer"),
     "Qwen3MoeForCausalLM": _family("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", qwen3_moe, "every layer"),
     "OlmoeForCausalLM": _family("OLMoE", olmoe),
+    "DeepseekV3ForCausalLM": _family("DeepSeek-V3, DeepSeek-R1, Kimi K2", deepseek_v3, types=("kimi_k2",)),
+    "DeepseekV2ForCausalLM": _family("DeepSeek-V2, DeepSeek-V2-Lite", deepseek_v2),
+    "Glm4MoeLiteForCausalLM": _family("GLM-4.7-Flash", glm4_moe_lite),
     "GptOssForCausalLM": _family("gpt-oss-20b, gpt-oss-120b", gpt_oss, "every other layer"),
     "Glm4MoeForCausalLM": _family("GLM-4.5, GLM-4.6, GLM-4.7", glm4_moe),
     "GraniteMoeForCausalLM": _family("Granite 3, with experts", granite_moe),
@@ -215,7 +223,7 @@ def find_family(hf: dict[str, Any]) -> ModelFamily:
             raise CheckpointError("config.json names neither architectures nor model_type, so nothing says which model "
                                   "this is")
         for family in FAMILIES.values():
-            if family.model_type == model_type:
+            if model_type in (family.model_type, *family.types):
                 return family
         raise _unsupported(hf, f"the model type {model_type}")
     served = (FAMILIES.get(name) or FAMILIES.get(f"{name.removesuffix('Model')}ForCausalLM")
@@ -226,7 +234,7 @@ def find_family(hf: dict[str, Any]) -> ModelFamily:
     shared = found.defaults["architectures"][0]
     found = next((family for family in FAMILIES.values() if family.model_type == model_type and shared in family.also),
                  found)
-    if model_type not in (None, found.model_type):
+    if model_type not in (None, found.model_type, *found.types):
         raise CheckpointError(
             f"config.json: architectures says {found.defaults['architectures'][0]}, but model_type says {model_type}, "
             f"not {found.model_type}; name the right one, for instance by --hf-overrides "

@@ -5,22 +5,24 @@ What a layer is comes from its `LayerSpec`; `MIXERS` and `MLPS` say which module
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.attention import Attention
-from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, MLPSpec, ModelConfig
 from jaxpaged.models.experts import Experts
+from jaxpaged.models.latent_attention import LatentAttention
 from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm, keep_blocks
 from jaxpaged.models.metadata import AttentionMetadata, StepMetadata
 from jaxpaged.models.mlp import DenseMLP
-from jaxpaged.pallas_kernels.kv_pages import KVPages
+from jaxpaged.pallas_kernels.kv_pages import Pages
 
-Pools = tuple[KVPages, ...]  # one per strip, see `KVLayout`
+Pools = tuple[Pages, ...]  # one per strip, see `KVLayout`
 
-MIXERS = {AttentionSpec: Attention}
+MIXERS: dict[type, Callable[..., Any]] = {AttentionSpec: Attention, LatentSpec: LatentAttention}
 MLPS: dict[type, Callable[..., DenseMLP | Experts]] = {MLPSpec: DenseMLP, ExpertsSpec: Experts}
 
 
@@ -43,7 +45,7 @@ class DecoderLayer(nnx.Module):
         self.parallel = spec.norms.startswith("parallel")
         self.residual_scale = spec.residual_scale
 
-    def __call__(self, x: jax.Array, pages: KVPages, meta: AttentionMetadata) -> tuple[jax.Array, KVPages]:
+    def __call__(self, x: jax.Array, pages: Pages, meta: AttentionMetadata) -> tuple[jax.Array, Pages]:
         """[T, D] -> [T, D], and the pools with this step's keys and values."""
         normed = _apply(self.attn_norm, x)
         y, pages = self.attn(normed, pages, meta)
@@ -147,6 +149,6 @@ class Transformer(nnx.Module):
 # A jit inside the step's jit: equal layers are traced once.
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, pages: KVPages, meta: AttentionMetadata
-) -> tuple[jax.Array, KVPages]:
+    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, pages: Pages, meta: AttentionMetadata
+) -> tuple[jax.Array, Pages]:
     return nnx.merge(graph, weights)(x, pages, meta)

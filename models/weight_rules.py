@@ -7,6 +7,7 @@ facts; each takes and returns a numpy array.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -38,13 +39,13 @@ class TensorSlice:
         heads_axis: the axis with the numbers of heads of queries or keys. Their rotary pairs may lie otherwise in the
             checkpoint than here: see `head_order`.
         other: another name that a checkpoint may have it by.
-        rows: of an attention spec, which rows of the tensor it takes, in which order; None: what `bounds` says.
+        rows: of a layer's mixer, which rows of the tensor it takes, in which order; None: what `bounds` says.
     """
 
     tensor: str
     bounds: Bounds
     heads_axis: int | None = None
-    rows: Callable[[AttentionSpec], np.ndarray] | None = None
+    rows: Callable[[Any], np.ndarray] | None = None
     other: str | None = None
 
     def order(self, config: ModelConfig, layer: int) -> tuple[int, ...] | None:

@@ -23,6 +23,20 @@ class KVPages(NamedTuple):
     v_scale: jax.Array | None = None  # [P, K, S] float32
 
 
+class LatentPages(NamedTuple):
+    """One layer's pool of latents, which all heads' keys and values are made of; axis 0 is the block."""
+
+    latent: jax.Array  # [P, S, 1, H]
+    scale: jax.Array | None = None  # [P, 1, S] float32, as a key's
+
+    @property
+    def as_keys_and_values(self) -> KVPages:
+        """What attention over latents reads: each is its own value."""
+        return KVPages(self.latent, self.latent, self.scale, self.scale)
+
+
+Pages = KVPages | LatentPages
+
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}  # dtypes that need scales
 
 
@@ -74,6 +88,16 @@ def write_kv(
     k_pool, k_scale = _write(pages.k, pages.k_scale, k, page, offset)
     v_pool, v_scale = _write(pages.v, pages.v_scale, v, page, offset)
     return KVPages(k_pool, v_pool, k_scale, v_scale)
+
+
+def write_latents(
+    pages: LatentPages,
+    rows: jax.Array,  # [T, 1, H]
+    page: jax.Array,  # [T] int32; padding rows point at the null page, which is never read
+    offset: jax.Array,  # [T] int32, 0 to S - 1
+) -> LatentPages:
+    """The pool with T distinct rows written, in place when donated; padding rows may coincide."""
+    return LatentPages(*_write(pages.latent, pages.scale, rows, page, offset))
 
 
 def _write(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.execution.devices import DeviceInfo, select_device
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import AttentionSpec, ModelConfig
 from jaxpaged.models.metadata import uses_mosaic
 from jaxpaged.pallas_kernels import paged_attention, reference
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
@@ -58,6 +58,7 @@ class Case:
     @classmethod
     def of(cls, model: ModelConfig, page_size: int, dtype: jnp.dtype) -> "Case":
         spec, windows = model.attention[0], {spec.window for spec in model.attention}
+        assert isinstance(spec, AttentionSpec), spec
         return cls(spec.num_heads // spec.num_kv_heads, min(spec.num_kv_heads, 2), spec.head_dim, page_size,
                    dtype.name, sorted(windows, key=lambda window: window or 0), spec.softcap)
 

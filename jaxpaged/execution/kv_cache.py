@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +12,28 @@ from jax.sharding import PartitionSpec
 from jaxpaged.execution.sharding import pool_spec
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Pools
-from jaxpaged.pallas_kernels.kv_pages import KVPages, is_scaled
+from jaxpaged.pallas_kernels.kv_pages import KVPages, LatentPages, is_scaled
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of the pools of one model, one per strip of its `KVLayout`; the layout is that of `KVPages`."""
+    """Shape of the pools of one model, one per strip of its `KVLayout`; the layout is that of `Pages`.
+
+    Attributes:
+        has_values: pages hold keys and values; else latents alone.
+    """
 
     num_strips: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: jnp.dtype
+    has_values: bool = True
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, dtype: jnp.dtype) -> "KVCacheSpec":
-        return cls(config.kv_layout.num_strips, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(dtype))
+        return cls(config.kv_layout.num_strips, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(dtype),
+                   not config.has_latents)
 
     @property
     def block_bytes(self) -> int:
@@ -36,11 +43,12 @@ class KVCacheSpec:
 
     def shapes(self, num_blocks: int) -> Pools:
         """Shapes of the pools, as the programs take them."""
-        pool = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
-        scale = None
+        pool: Any = jax.ShapeDtypeStruct((num_blocks, self.block_size, self.num_kv_heads, self.head_dim), self.dtype)
+        scale: Any = None
         if is_scaled(self.dtype):
             scale = jax.ShapeDtypeStruct((num_blocks, self.num_kv_heads, self.block_size), jnp.float32)
-        return (KVPages(pool, pool, scale, scale),) * self.num_strips  # type: ignore[arg-type]
+        pages = KVPages(pool, pool, scale, scale) if self.has_values else LatentPages(pool, scale)
+        return (pages,) * self.num_strips
 
     def allocate(
         self, num_blocks: int, sharding: Callable[[PartitionSpec], jax.sharding.Sharding],

@@ -51,6 +51,7 @@ _NAMES = frozenset({
     ("jaxpaged.execution.logit_processors", "ProcessorState"),
     ("jaxpaged.execution.sampler", "SamplingState"),
     ("jaxpaged.pallas_kernels.kv_pages", "KVPages"),
+    ("jaxpaged.pallas_kernels.kv_pages", "LatentPages"),
     ("ml_dtypes", "bfloat16"),
     ("ml_dtypes", "float8_e4m3fn"),
     ("numpy", "dtype"),

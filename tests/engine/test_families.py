@@ -24,7 +24,8 @@ MOST_DEVICES = {"phi4-mini": 2, "falcon rw": 2}  # of two and six heads
 QUICK = {"olmo2": (4,), "falcon 40b": (2,), "qwen2-moe": (1, 2)}
 SLOW = ("gemma2", "cohere", "phi4-mini", "gemma3", "glm4", "cohere2", "ministral3", "granite", "exaone4", "starcoder2",
         "gpt2", "pythia", "falcon 7b", "falcon rw", "opt", "opt 350m", "mixtral", "qwen3-moe", "olmoe", "gpt-oss",
-        "glm4-moe", "granite-moe", "phimoe", "minimax-m2", "ernie4.5-moe")
+        "deepseek-v3", "deepseek-v2", "glm4-moe-lite", "glm4-moe", "granite-moe", "phimoe", "minimax-m2",
+        "ernie4.5-moe")
 
 
 @pytest.mark.parametrize("names", [

@@ -317,6 +317,7 @@ def test_qwen_equals_transformers(architecture: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the reference, transformers, needs torch")
     from transformers import AutoModelForCausalLM
 
+    from jaxpaged.models.config import AttentionSpec
     from jaxpaged.models.registry import find_family
 
     rng = np.random.default_rng(3)
@@ -339,6 +340,7 @@ def test_qwen_equals_transformers(architecture: str, tmp_path: Path) -> None:
     assert checkpoint.config["architectures"] == [type(reference).__name__]
     config = find_family(checkpoint.config).config_from_hf(checkpoint.config)
     spec = config.attention[0]
+    assert isinstance(spec, AttentionSpec)
     assert (spec.bias, spec.qk_norm is not None) == (architecture == "qwen2", architecture == "qwen3")
     assert not spec.output_bias and spec.head_dim == tiny["head_dim"]
 

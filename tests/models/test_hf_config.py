@@ -16,7 +16,7 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.engine.startup import model_of
 from jaxpaged.loading.checkpoint import open_checkpoint
-from jaxpaged.models.config import ExpertsSpec, MLPSpec, ModelConfig
+from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LatentSpec, MLPSpec, ModelConfig
 from jaxpaged.models.config_checks import NEUTRAL
 from jaxpaged.models.hf_config import ACTIVATIONS, eos_ids
 from jaxpaged.models.registry import FAMILIES, find_family
@@ -41,11 +41,12 @@ def read(hf: dict[str, Any]) -> ModelConfig:
 
 
 # Model types with mixtures of experts: in every layer, unless their config says otherwise.
-MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "minimax_m2", "gpt_oss"
+MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "minimax_m2", "gpt_oss", "deepseek_v2"
 # In all but the first layers.
-PARTLY = "glm4_moe", "ernie4_5_moe"
-# The defaults of its class would have it rotate 21 numbers of each head.
-HEADS = {"glm4_moe": {"head_dim": 128}}
+PARTLY = "glm4_moe", "ernie4_5_moe", "deepseek_v3", "glm4_moe_lite"
+LATENT = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
+# The defaults of the one's class would have it rotate 21 numbers of each head, the other's choose no experts.
+HEADS = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
 # Families that have a rotary table for each type of layer.
 BY_LAYER_TYPE = "Gemma3ForCausalLM", "Olmo3ForCausalLM"
 
@@ -57,7 +58,12 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
     kind = theirs.model_type
     kv_heads = (theirs.num_kv_heads if kind == "falcon" and not theirs.multi_query else 1 if kind == "falcon" else
                 None if kind in ("gpt2", "gpt_neox", "opt") else theirs.num_key_value_heads)
-    assert found == {(heads, kv_heads or heads, head_dim or theirs.hidden_size // heads)}
+    if kind in LATENT:
+        assert set(map(latent_sizes, ours.attention)) == {(heads, theirs.kv_lora_rank, theirs.qk_rope_head_dim,
+                                                           theirs.qk_nope_head_dim, theirs.v_head_dim,
+                                                           theirs.q_lora_rank, theirs.attention_bias)}
+    else:
+        assert found == {(heads, kv_heads or heads, head_dim or theirs.hidden_size // heads)}
     assert (ours.model_dim, ours.vocab_size, ours.num_layers) == (
         theirs.hidden_size, theirs.vocab_size, theirs.num_hidden_layers)
     activation = first_of(theirs, "hidden_act", "hidden_activation", "activation_function", "activation")
@@ -67,7 +73,7 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
     mixtures = {layer.mlp for layer in ours.layers if isinstance(layer.mlp, ExpertsSpec)}
     assert len(mixtures) == (kind in MIXTURES + PARTLY) and len(dense) == (kind not in MIXTURES)
     if kind in PARTLY:
-        first = first_of(theirs, "first_k_dense_replace", "moe_layer_start_index")
+        first = first_of(theirs, "first_k_dense_replace", "moe_layer_start_index", default=1)
         assert [isinstance(layer.mlp, ExpertsSpec) for layer in ours.layers] == [
             index >= first for index in range(ours.num_layers)]
     for mixture in mixtures:
@@ -81,7 +87,8 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
     # Qwen2 has biases on queries, keys and values whatever its config says, GLM none on the output.
     always = kind in ("gpt2", "gpt_neox", "opt")
     output = always or first_of(theirs, "attention_out_bias", "attention_bias", "use_bias", "bias", default=False)
-    assert {spec.output_bias for spec in ours.attention} == {output and not kind.startswith("glm")}
+    assert {spec.output_bias for spec in ours.attention if isinstance(spec, AttentionSpec)} <= {
+        output and not kind.startswith("glm")}
     assert {spec.bias for spec in dense} <= {always or first_of(theirs, "mlp_bias", "use_bias", "bias", default=False)}
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
@@ -98,7 +105,12 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
             table = theirs.rope_parameters.get(layer_type, theirs.rope_parameters)
             assert (spec.rope.theta, spec.rope.kind) == (table["rope_theta"], table["rope_type"])
             share = table.get("partial_rotary_factor", 1)
-            assert (spec.rope.dims or spec.head_dim) == int(share * spec.head_dim)
+            assert (spec.rope.dims or spec.rotary_dim) == int(share * spec.rotary_dim)
+
+
+def latent_sizes(spec: AttentionSpec | LatentSpec) -> tuple[Any, ...]:
+    assert isinstance(spec, LatentSpec)
+    return (spec.num_heads, spec.latent_dim, spec.rotary_dim, spec.key_dim, spec.value_dim, spec.query_dim, spec.bias)
 
 
 def check_mixture(ours: ExpertsSpec, theirs: Any, activation: str) -> None:
@@ -106,10 +118,10 @@ def check_mixture(ours: ExpertsSpec, theirs: Any, activation: str) -> None:
     count = first_of(theirs, "num_experts", "num_local_experts")
     assert (ours.count, ours.dim, ours.activation) == (count, inner, activation)
     kind, top_k = theirs.model_type, theirs.num_experts_per_tok
-    corrected = kind in ("glm4_moe", "minimax_m2", "ernie4_5_moe")
+    corrected = kind in ("glm4_moe", "minimax_m2", "ernie4_5_moe", "deepseek_v3", "glm4_moe_lite")
     if kind == "phimoe":
         rule = RoutingRule(top_k, normalized=False, margin=2 * theirs.router_jitter_noise)
-    elif kind == "glm4_moe":
+    elif kind in ("glm4_moe", "deepseek_v3", "glm4_moe_lite"):
         rule = RoutingRule(top_k, True, theirs.n_group, theirs.topk_group, True, theirs.norm_topk_prob,
                            theirs.routed_scaling_factor)
     else:
@@ -480,6 +492,10 @@ def test_values_that_change_nothing_are_accepted() -> None:
     ("glm4_moe", {"n_group": 3}, "n_group"), ("glm4_moe", {"n_group": 8, "topk_group": 9}, "topk_group"),
     ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts"),
     ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
+    ("deepseek_v2", {"num_experts_per_tok": 6, "topk_method": "noaux_tc"}, "topk_method"),
+    ("deepseek_v2", {"num_experts_per_tok": 6, "norm_topk_prob": True}, "norm_topk_prob"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
     ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok"), ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
     ("minimax_m2", {"rotary_dim": 200}, "rotary_dim"),
     ("phimoe", {"rope_scaling": {"type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}}, "short_mscale"),
@@ -526,7 +542,8 @@ KEYS = sorted({*NEUTRAL, *(key for family in FAMILIES.values() for key in family
 @given(name=st.sampled_from(sorted(FAMILIES)),
        changes=st.dictionaries(st.sampled_from(KEYS), st.sampled_from(ODD), min_size=1, max_size=3))
 def test_no_value_does_worse_than_an_error(name: str, changes: dict[str, Any]) -> None:
-    hf = {"model_type": FAMILIES[name].model_type, **SIZES, **changes}
+    model_type = FAMILIES[name].model_type
+    hf = {"model_type": model_type, **SIZES, **HEADS.get(model_type, {}), **changes}
     try:
         assert read(hf).num_layers <= 10_000
     except CheckpointError as error:

@@ -19,7 +19,7 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.engine.startup import model_of
-from jaxpaged.models.config import MLPSpec, RopeConfig
+from jaxpaged.models.config import AttentionSpec, MLPSpec, RopeConfig
 from jaxpaged.models.hf_config import common_config
 from jaxpaged.models.rotary import rotary_angles, rotate
 from tests.support.paged_model import PagedModel, load
@@ -36,6 +36,8 @@ WINDOW_FIRST = ["sliding_attention", "full_attention"]
 # One number for each of the 12 pairs that phi4-mini's heads rotate.
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1 + index / 16 for index in range(12)],
             "long_factor": [2.0 + index for index in range(12)], "original_max_position_embeddings": 64}
+LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20,
+           "num_key_value_heads": 4}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -120,6 +122,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-moe, all experts": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 4,
                                "moe_intermediate_size": 24},
     "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    "deepseek-v3": {"model_type": "deepseek_v3", "num_hidden_layers": 3, "n_routed_experts": 8, "n_group": 4,
+                    "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24, **LATENTS,
+                    "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}},
+    "deepseek-v2": {"model_type": "deepseek_v2", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+                    "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0,
+                    "moe_intermediate_size": 24, **LATENTS, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "glm4-moe-lite": {"model_type": "glm4_moe_lite", "n_routed_experts": 8, "num_experts_per_tok": 3,
+                      "moe_intermediate_size": 24, **LATENTS, "attention_bias": True, "rope_interleave": False},
     "gpt-oss": {"model_type": "gpt_oss", "head_dim": 24, "sliding_window": 21, "num_local_experts": 6,
                 "num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": YARN | {"truncate": False}},
     "glm4-moe": {"model_type": "glm4_moe", "head_dim": 24, "num_hidden_layers": 3, "use_qk_norm": True,
@@ -187,7 +197,8 @@ VARIANTS = {
     "mistral without a window", "mistral within its window", "gemma2 as converted", "gemma3 as converted",
     "cohere2 as converted", "smollm3 as converted", "exaone4 as converted", "gpt2, scores by layer",
     "gpt-neox in sequence", "falcon 7b", "falcon 11b", "opt",
-    "qwen3-moe, all experts", "granite-moe", "ernie4.5-moe", "minimax-m2"}
+    "qwen3-moe, all experts", "granite-moe", "ernie4.5-moe", "minimax-m2", "phimoe",
+    "glm4-moe", "deepseek-v2", "glm4-moe-lite"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in sorted(
@@ -371,7 +382,7 @@ def test_a_sparse_config_means_what_it_means_to_transformers(more: dict[str, Any
     ours, wanted = common_config(SPARSE | more), LlamaConfig(**SPARSE, **more)
     [layer] = set(ours.layers)
     spec, rope = layer.mixer, wanted.rope_parameters
-    assert isinstance(layer.mlp, MLPSpec)
+    assert isinstance(layer.mlp, MLPSpec) and isinstance(spec, AttentionSpec)
     assert (spec.num_kv_heads, spec.head_dim) == (wanted.num_key_value_heads, wanted.head_dim)
     assert (ours.tie_embeddings, layer.mlp.bias) == (wanted.tie_word_embeddings, wanted.mlp_bias)
     assert (spec.bias, spec.output_bias) == (wanted.attention_bias, wanted.attention_bias)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.execution.kv_cache import KVCacheSpec
-from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.config import AttentionSpec, ModelConfig
 from jaxpaged.models.metadata import make_metadata
 from jaxpaged.models.transformer import Transformer
 from jaxpaged.pallas_kernels import paged_attention, reference, xla_paged_attention
@@ -335,7 +335,7 @@ def model_logits(config: ModelConfig, page_dtype: Any = jnp.float32, **path: Any
     """
     module = Transformer(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     for layer, spec in zip(module.layers, config.attention, strict=True):
-        if spec.sinks:
+        if isinstance(spec, AttentionSpec) and spec.sinks:
             layer.attn.sinks = nnx.Param(jnp.linspace(-1, 2, spec.num_heads))
     cache = KVCacheSpec.of(config, 16, jnp.dtype(page_dtype))
     table = jnp.array([[3, 1, 7, 5], [2, 4, 6, 8], [0] * 4], jnp.int32)

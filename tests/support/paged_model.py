@@ -14,8 +14,8 @@ from jaxpaged.loading.weights import load_params
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.metadata import make_metadata
 from jaxpaged.models.registry import find_family
-from jaxpaged.models.transformer import Transformer
-from jaxpaged.pallas_kernels.kv_pages import KVPages
+from jaxpaged.models.transformer import Pools, Transformer
+from jaxpaged.pallas_kernels.kv_pages import KVPages, LatentPages
 
 BLOCK, WIDTH, REQUESTS = 16, 8, 2
 
@@ -47,7 +47,8 @@ class PagedModel:
         blocks = np.concatenate([pages, np.zeros((1, WIDTH), np.int64)])  # the null slot's
         self._table = np.stack([np.where(blocks, units * blocks + unit, 0) for unit in range(units)]).astype(np.int32)
         pool = jnp.zeros((units * (REQUESTS * WIDTH + 1), BLOCK, config.num_kv_heads, config.head_dim), dtype)
-        self._pools = tuple(KVPages(jnp.copy(pool), pool) for _ in range(layout.num_strips))
+        self._pools: Pools = tuple(LatentPages(jnp.copy(pool)) if config.has_latents else
+                                   KVPages(jnp.copy(pool), jnp.copy(pool)) for _ in range(layout.num_strips))
 
         @jax.jit
         def run(params: Any, pools: Any, ids: jax.Array, slot: jax.Array, position: jax.Array, table: jax.Array) -> Any:
