@@ -126,7 +126,7 @@ class LLM:
             tools: that the template describes to the model, in OpenAI's form; tool calls are part of the text.
             sampling: fields of `SamplingParams` for all, instead of `sampling_params`.
         """
-        one = not messages or isinstance(messages[0], Mapping)
+        one = isinstance(messages, (str, Mapping)) or not messages or isinstance(messages[0], Mapping)
         prompts: list[tuple[Prompt, bool]] = []
         for index, conversation in enumerate([messages] if one else messages):
             with in_prompt(index, 1 if one else len(messages)):

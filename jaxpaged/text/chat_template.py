@@ -127,8 +127,7 @@ class ChatTemplate:
         except TemplateError as error:
             reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from error
-        except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-                ValueError) as error:
+        except Exception as error:
             # Templates are code: a failure is the messages' fault or theirs, never the server's.
             raise RequestError(f"the chat template cannot render these messages ({type(error).__name__})",
                                param="messages") from error

@@ -88,6 +88,8 @@ class _Schema:
     def __init__(self, scope: _Scope, found: Located) -> None:
         self.scope, self.found = scope, found
         self.node: Mapping[str, Any] = found.node
+        if not scope.strict:  # null in place of a keyword that is absent, as some languages write structures
+            self.node = {key: value for key, value in found.node.items() if value is not None or key == "const"}
         self.place = f"{scope.name}#{found.place}"
         self.out = SchemaNode(self.place, not scope.strict)
 
@@ -146,7 +148,7 @@ class _Translator:
         if "not" in node and _is_anything(node["not"]):
             return False
         schema = _Schema(scope, found)
-        for key, value in node.items():
+        for key, value in schema.node.items():
             self._keyword(schema, key, value)
         self._finish(schema)
         return schema.out

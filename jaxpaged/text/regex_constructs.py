@@ -8,7 +8,7 @@ _PIECES = re.compile(r"""
   | (?P<boundary>  \\[bB] )
   | (?P<control>   \\c )
   | (?P<end>       \\Z )
-  | (?P<braced>    \\[pPux]\{[^}]*\} )
+  | (?P<braced>    \\[pPux]\{[^}]{0,64}\} )
   | (?P<zero>      \\0(?![0-9]) )
   | (?P<itself>    \\(?: [<>] | [^\x00-\x7f] ) )
   | (?P<space>     \\[sS] )
@@ -26,7 +26,7 @@ _PIECES = re.compile(r"""
 """, re.VERBOSE | re.DOTALL)
 _SET_PIECES = re.compile(r"""
     (?P<close>    \] )
-  | (?P<class>    \\ (?: [dDsSwW] | [pP](?:\{[^}]*\}|.) ) ) (?P<hyphen>-(?!\]))?  # which is no range's
+  | (?P<class>    \\ (?: [dDsSwW] | [pP](?:\{[^}]{0,64}\}|.) ) ) (?P<hyphen>-(?!\]))?  # which is no range's
   | (?P<literal>  -(?=\\[dDsSwWpP]) )
   | (?P<zero>     \\0(?![0-9]) )
   | (?P<backspace> \\b )

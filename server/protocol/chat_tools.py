@@ -14,6 +14,7 @@ from jaxpaged.server.parsers.tool_calls import make_tool_parser, named_call, req
 # Keywords of an object's schema that say nothing of its properties. With these alone a function has no parameters.
 _NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema", "$id", "$defs",
                             "definitions", "default", "examples", "strict"})
+_OTHER_TYPES = ("null", "boolean", "integer", "number", "string", "array")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def choose_tools(tools: Sequence[object] | None, choice: object, parallel: bool 
     if name not in names:
         raise RequestError("tool_choice names a function that is not in tools", param="tool_choice")
     index = names.index(name)
-    return ToolUse(known, named_call(name), _arguments_schema(known[index]), (_part("", index, known[index]),),
+    return ToolUse(known, named_call(name), _arguments_schema(index, known[index]), (_part("", index, known[index]),),
                    finish_reason="stop")
 
 
@@ -167,10 +168,17 @@ def _check_tool(where: str, tool: object, limits: Limits) -> dict[str, Any]:
     return {**tool, "function": {key: value for key, value in function.items() if value is not None}}
 
 
-def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Schema of a function's arguments, which are an object even if its parameters do not say so."""
+def _arguments_schema(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Schema of a function's arguments, which are an object even if its parameters do not say so.
+
+    Raises:
+        RequestError: the parameters allow no object.
+    """
     parameters = tool["function"].get("parameters") or {}
-    schema = {"type": "object", **parameters}
+    kind = parameters.get("type") or "object"
+    if kind in _OTHER_TYPES or (isinstance(kind, list) and "object" not in kind):
+        raise RequestError(f"tools[{index}].function.parameters must be of type object", param="tools")
+    schema = {**parameters, "type": "object" if isinstance(kind, list) else kind}
     if not parameters.keys() - _NO_PARAMETERS and not parameters.get("properties") and not parameters.get("required"):
         schema["additionalProperties"] = False
     return schema
@@ -184,7 +192,7 @@ def _part(pointer: str, index: int, tool: Mapping[str, Any]) -> SchemaPart:
 def _own_call(tools: Sequence[Mapping[str, Any]], arguments: str) -> tuple[dict[str, Any], tuple[SchemaPart, ...]]:
     """Schema of one call, whose arguments have this key, and where the parameters of each tool are in it."""
     calls = [{"type": "object", "properties": {"name": {"const": tool["function"]["name"]},
-                                               arguments: _arguments_schema(tool)},
-              "required": ["name", arguments], "additionalProperties": False} for tool in tools]
+                                               arguments: _arguments_schema(index, tool)},
+              "required": ["name", arguments], "additionalProperties": False} for index, tool in enumerate(tools)]
     return {"anyOf": calls}, tuple(_part(f"/anyOf/{index}/properties/{arguments}", index, tool)
                                    for index, tool in enumerate(tools))

@@ -300,6 +300,10 @@ def test_an_error_says_which_of_the_prompts_it_is_about(llm: LLM) -> None:
         llm.generate(prompts, GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match=r"^prompts\[1\]: "):
         llm.chat([[{"role": "user", "content": "hello"}], [{"role": "user"}]], GREEDY, use_tqdm=False)
+    no_conversations: list[Any] = [{"role": "user", "content": "hello"}, "hello", None, [], [[]]]
+    for wrong in no_conversations:
+        with pytest.raises(RequestError, match=r"^messages must be a list"):
+            llm.chat(wrong, GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match=r"^(?!prompts)"):
         llm.generate(prompts[17], GREEDY, use_tqdm=False)
 

@@ -293,6 +293,16 @@ def test_what_is_not_strict_loses_what_cannot_be_met(schema: dict[str, Any], mod
         assert not errors(rest, json.loads(model.write(grammar, seed)))
 
 
+def test_nulls_of_what_is_not_strict_are_absent_keywords() -> None:
+    null: dict[str, Any] = dict.fromkeys(("items", "enum", "format", "pattern", "$ref", "anyOf", "minLength", "minimum",
+                                          "not", "description", "properties", "required", "$defs"))
+    schema = {**null, "type": "object", "properties": {"a": {**null, "type": "string"}, "b": {"const": None}}}
+    grammar = COMPILER.grammar(StructuredOutputsParams(json=schema, schema_parts=(SchemaPart("", "tool", False),)))
+    assert not grammar.dropped and accepts(grammar, '{"a": "x", "b": null}') and not accepts(grammar, '{"b": 1}')
+    with pytest.raises(RequestError):
+        COMPILER.grammar(StructuredOutputsParams(json=schema))
+
+
 OPEN = shape({"a": {"type": "null"}, "b": shape({})})
 
 

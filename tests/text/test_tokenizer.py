@@ -488,7 +488,7 @@ def test_raw_prompts_may_hold_special_tokens(smollm2: Tokenizer) -> None:
 @pytest.mark.parametrize("template", [
     "{{ raise_exception('roles must alternate') }}", "{{ messages[0].content.nothing.there }}", "{{ 1 / 0 }}",
     "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{{ 1 + 'a' }}",
-    "{% if %}", "{{ range(10 ** 9) }}", "{{ open('/etc/passwd') }}"])
+    "{% if %}", "{{ cycler() }}", "{{ range(10 ** 9) }}", "{{ open('/etc/passwd') }}"])
 def test_what_a_template_must_not_do_is_a_request_error(template: str) -> None:
     tokenizer = wrap(sentencepiece_metadata(**{"tokenizer.chat_template": template}))
     with pytest.raises(RequestError, match="chat template") as caught:

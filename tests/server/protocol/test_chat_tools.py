@@ -62,6 +62,24 @@ def test_custom_tools_are_refused_by_name() -> None:
         assert caught.value.param == param
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_arguments_are_an_object_whatever_the_parameters_say(choice: Any) -> None:
+    def schema(parameters: dict[str, Any]) -> Any:
+        use = choose_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}], choice, None,
+                           "hermes")
+        found: Any = use.own_call[0] if use.own_call else use.schema
+        if isinstance(choice, dict):
+            return found
+        return list(found.get("items", found)["anyOf"][0]["properties"].values())[1]
+
+    for bad in ("string", "array", "null", ["string", "null"]):
+        with pytest.raises(RequestError, match=r"tools\[0\].function.parameters must be of type object") as caught:
+            schema({"type": bad})
+        assert caught.value.param == "tools"
+    for good in ("object", ["null", "object"], None):
+        assert schema({"type": good, "minProperties": 1}) == {"type": "object", "minProperties": 1}
+
+
 # An answer in a form, or a call in the model's own notation
 
 ANSWER_FORM = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}},
