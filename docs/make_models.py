@@ -44,8 +44,11 @@ FORMATS = """
   (`desc_act`), modules that differ (`dynamic`). **compressed-tensors**: `pack-quantized` of 4 and 8 bits,
   `int-quantized`, `float-quantized`. **fp8**: with a scale for each tensor, output or block, as DeepSeek-V3 and
   Qwen3-FP8 have them. All from safetensors, found by `quantization_config`, `quantize_config.json` or
-  `quant_config.json`; which modules are quantized, the tensors say. Weights are dequantized as they are read, tensor by
-  tensor, in float32, and rounded once. Activations are not quantized, whatever the checkpoint says of them.
+  `quant_config.json`; which modules are quantized, the tensors say. On a CPU weights stay packed, with bitwise the
+  results of the dequantized ones; an order of inputs (`desc_act`) changes that of sums.
+  Those whose groups are not a multiple of 32 inputs, of experts, of products whose tensors differ, and all on a GPU,
+  are dequantized as they are read, tensor by tensor, in float32, and rounded once. Activations are not quantized,
+  whatever the checkpoint says of them.
 - **Tokenizers**: `tokenizer.json`, the GGUF file's own, or a SentencePiece file, `tokenizer.model`, alone.
 """
 

@@ -12,26 +12,42 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.config import NormSpec
-from jaxpaged.models.quantization import PANEL, packed_shapes
+from jaxpaged.models.quantization import PANEL, PackedType
 from jaxpaged.pallas_kernels import native_linear, native_packed
 
 MeshAxes = tuple[str, ...] | None
 
 
 class Packed(nnx.Module):
-    """Weights [in, out] in blocks of a quantized type, in place of an array: see `packed_shapes`."""
+    """Weights [in, out] of 4 or 8 bits, in place of an array: see `PackedType`. Their products are native ones."""
 
-    def __init__(self, kind: str, size_in: int, size_out: int) -> None:
+    def __init__(self, kind: PackedType, size_in: int, size_out: int) -> None:
         self.kind = kind
-        shapes = packed_shapes(kind, size_in, size_out)
+        shapes = kind.shapes(size_in, size_out)
         self.q = nnx.Param(jnp.zeros(shapes["q"].shape, shapes["q"].dtype))
         self.d = nnx.Param(jnp.zeros(shapes["d"].shape, shapes["d"].dtype))
         self.m = nnx.Param(jnp.zeros(shapes["m"].shape, shapes["m"].dtype)) if "m" in shapes else None
+        self.order = nnx.Param(jnp.zeros(size_in, jnp.int32)) if "order" in shapes else None
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """q, d and, if there are minimums, m, each with three axes on a mesh too."""
+        """q, d and, if there is one, m, each with three axes on a mesh too."""
         return [leaf[...].reshape(-1, *leaf[...].shape[-2:]) for leaf in (self.q, self.d, self.m) if leaf is not None]
+
+    def linear(self, x: jax.Array, *, one_sum: bool = False) -> jax.Array:
+        """[T, in] -> [T, out]; see `native_packed.linear`."""
+        return native_packed.linear(self._ordered(x), self.kind.name, self.arrays, one_sum=one_sum)
+
+    def gated(self, x: jax.Array) -> jax.Array:
+        """See `native_packed.gated`."""
+        return native_packed.gated(self._ordered(x), self.kind.name, self.arrays)
+
+    def look_up(self, ids: jax.Array) -> jax.Array:
+        """See `native_packed.look_up`."""
+        return native_packed.look_up(ids, self.kind.name, self.arrays)
+
+    def _ordered(self, x: jax.Array) -> jax.Array:
+        return x if self.order is None else x[:, self.order[...]]
 
 
 class Linear(nnx.Module):
@@ -68,12 +84,12 @@ class Linear(nnx.Module):
     def gated(self, x: jax.Array) -> jax.Array:
         """silu(x @ gate) * (x @ up) of a kernel [gate | up] without a bias, in the native kernels."""
         if isinstance(self.kernel, Packed):
-            return native_packed.gated(x, self.kernel.kind, self.kernel.arrays)
+            return self.kernel.gated(x)
         return native_linear.gated(x, self.weights)
 
     def _product(self, x: jax.Array) -> jax.Array:
         if isinstance(self.kernel, Packed):
-            return native_packed.linear(x, self.kernel.kind, self.kernel.arrays)
+            return self.kernel.linear(x)
         return native_linear.linear(x, self.weights) if self.native else x @ self.weights
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
@@ -171,26 +187,26 @@ class Embedding(nnx.Module):
 
     def _rows(self, ids: jax.Array) -> jax.Array:
         if isinstance(self.table, Packed):
-            return native_packed.look_up(ids, self.table.kind, self.table.arrays)
+            return self.table.look_up(ids)
         rows = self.table[...][ids]
         return rows.astype(jnp.float32) if self.native else rows
 
     def logits(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, V] float32
         if isinstance(self.table, Packed):
-            return native_packed.linear(x, self.table.kind, self.table.arrays, one_sum=True)
+            return self.table.linear(x, one_sum=True)
         if self.native:
             return native_linear.transposed(x, self.table[...])
         return jnp.einsum("bd,vd->bv", x, self.table[...], preferred_element_type=jnp.float32)
 
 
-def keep_blocks(model: nnx.Module, blocks: Mapping[str, str]) -> None:
+def keep_packed(model: nnx.Module, packed: Mapping[str, PackedType]) -> None:
     """Put packed weights in the place of those of the modules at these paths.
 
     Args:
-        blocks: see `QuantScheme.blocks`.
+        packed: see `QuantScheme.packed`.
     """
     for path, module in nnx.iter_graph(model):
-        kind = blocks.get(".".join(map(str, path)))
+        kind = packed.get(".".join(map(str, path)))
         if kind is None:
             continue
         if isinstance(module, Linear):

@@ -15,7 +15,7 @@ from jaxpaged.models.attention import Attention
 from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, MLPSpec, ModelConfig
 from jaxpaged.models.experts import Experts
 from jaxpaged.models.latent_attention import LatentAttention
-from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm, keep_blocks
+from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm, keep_packed
 from jaxpaged.models.metadata import AttentionMetadata, StepMetadata
 from jaxpaged.models.mlp import DenseMLP
 from jaxpaged.pallas_kernels.kv_pages import Pages
@@ -96,8 +96,8 @@ class Transformer(nnx.Module):
         self.norm = Norm(width, config.norm, dtype=dtype) if config.norm else None
         tied = config.tie_embeddings
         self.head = None if tied else Linear(outer, config.vocab_size, bias=config.head_bias, dtype=dtype, rngs=rngs)
-        if config.quant.blocks:
-            keep_blocks(self, config.quant.blocks)
+        if config.quant.packed:
+            keep_packed(self, config.quant.packed)
 
     def __call__(
         self, ids: jax.Array, sample_row: jax.Array, pools: Pools, meta: StepMetadata

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.models.config import AttentionSpec, ExpertsSpec, ModelConfig
-from jaxpaged.models.quantization import BLOCK, PACKED_DTYPES, PANEL, WEIGHTS
+from jaxpaged.models.quantization import BLOCK, LEAVES, PANEL, WEIGHTS, PackedType
 from jaxpaged.models.rotary import head_order
 
 Transform = Callable[[np.ndarray], np.ndarray]
@@ -68,7 +68,7 @@ class WeightRule:
 
     Of several rules with one path the first whose tensors a checkpoint has is taken; they have the same axes.
 
-    `packed`: the parameter is one of the arrays of `packed_shapes`, of the tensors' blocks.
+    `packed`: the parameter is one of the arrays of `PackedType.shapes`.
 
     `wide`: the parameter is float32 in a model of any dtype.
     """
@@ -129,8 +129,13 @@ class WeightRule:
 
 def with_packed(rules: Sequence[WeightRule]) -> tuple[WeightRule, ...]:
     """The rules, and those of the arrays in which the weights of products may lie packed."""
-    return (*rules, *(replace(rule, path=f"{rule.path}.{leaf}", axes=_packed_axes(rule), packed=leaf)
-                      for rule in rules if rule.is_product for leaf in PACKED_DTYPES))
+    return (*rules, *(_packed_rule(rule, leaf) for rule in rules if rule.is_product for leaf in LEAVES))
+
+
+def _packed_rule(rule: WeightRule, leaf: str) -> WeightRule:
+    if leaf == "order":  # which all tensors of a product share
+        return replace(rule, path=f"{rule.path}.{leaf}", tensor=rule.sources[0], axes=(), packed=leaf)
+    return replace(rule, path=f"{rule.path}.{leaf}", axes=_packed_axes(rule), packed=leaf)
 
 
 def _packed_axes(rule: WeightRule) -> Axes:
@@ -139,8 +144,10 @@ def _packed_axes(rule: WeightRule) -> Axes:
     return (second, first) if rule.path.endswith(".kernel") else (first, second)
 
 
-def packable(rules: Sequence[WeightRule], config: ModelConfig, devices: int, kv_devices: int) -> Callable[[str], bool]:
-    """Says of a module's path whether each device's shard of its weights is whole blocks and panels.
+def packable(
+    rules: Sequence[WeightRule], config: ModelConfig, devices: int, kv_devices: int
+) -> Callable[[str, PackedType], PackedType | None]:
+    """Says of a module's path, and its weights' type, in which type each device's shard is whole groups and panels.
 
     Args:
         devices: that the model is shared by, and among which KV heads are divided over `kv_devices`.
@@ -153,16 +160,22 @@ def packable(rules: Sequence[WeightRule], config: ModelConfig, devices: int, kv_
         return all(sizes[name](config, layer) % (unit * (kv_devices if name == "kv_heads" else devices)) == 0
                    for name in ((names,) if isinstance(names, str) else names or ()))
 
-    def check(path: str) -> bool:
+    def check(path: str, kind: PackedType) -> PackedType | None:
         if path not in table:  # of experts
-            return False
+            return None
         rule, layer = table[path]
         out, depth = _packed_axes(rule)
         plain = all(item.rows is None and item.bounds is whole for item in rule.sources)
-        return (plain and config.model_dim % BLOCK == 0
+        if not (plain and config.model_dim % BLOCK == 0
                 and rule.transform is (as_is if rule.path.endswith(".table") else transposed)
                 and rule.transform_by_config is None and whole_parts(out, layer, PANEL)
-                and whole_parts(depth, layer, BLOCK))
+                and whole_parts(depth, layer, BLOCK)):
+            return None
+        if devices == 1 or depth is None:
+            return kind
+        assert isinstance(depth, str), depth
+        # Where an order mixes the inputs of several devices, none has whole groups.
+        return None if kind.order else kind.split(sizes[depth](config, layer) // devices)
 
     return check
 

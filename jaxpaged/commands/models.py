@@ -33,7 +33,7 @@ def support_matrix() -> dict[str, dict[str, str]]:
             "sizes": family.sizes,
             "formats": "safetensors, PyTorch .bin, Orbax" + (f", GGUF ({', '.join(files)})" if files else ""),
             "quantized": "; ".join(
-                ["AWQ, GPTQ, compressed-tensors, fp8: widened"] * reads_quantized(family)
+                ["AWQ, GPTQ, compressed-tensors, fp8: as stored on a CPU"] * reads_quantized(family)
                 + ["GGUF: Q4_0, Q4_1, Q8_0 as stored on a CPU, others widened"] * bool(files)) or "no",
             "parallel": "tensor",
             "windows": family.windows or "no",

@@ -50,9 +50,9 @@ class EngineConfig:
     max_model_len: int | None = _flag(None, "longest prompt plus output in tokens (default: the model's)",
                                       group="model")
     quantization: str | None = _flag(
-        None, "none: all weights lie in memory in --dtype (default: on CPU those stored in 16 bits, or in GGUF's "
-        "blocks of Q4_0, Q4_1 and Q8_0, stay so, with the results of float32); a method's name is checked against the "
-        "checkpoint's", choices=("none", *METHODS), group="model")
+        None, "none: all weights lie in memory in --dtype (default: on CPU those stored in 16 bits, in GGUF's "
+        "blocks of Q4_0, Q4_1 and Q8_0, or in groups of 4 or 8 bits, stay so, with the results of float32); a method's "
+        "name is checked against the checkpoint's", choices=("none", *METHODS), group="model")
     load_format: str = _flag("auto", "format of the weights", choices=("auto", "safetensors", "gguf"), group="model")
     seed: int | None = _flag(None, "seed of requests that set none", group="model")
     chat_template: str | None = _flag(None, "file with a chat template, or the template itself", group="model")

@@ -12,10 +12,11 @@ from jaxpaged.engine.planning import Report
 from jaxpaged.execution.step_functions import NativeKernels
 from jaxpaged.loading.hub import cache_dir
 from jaxpaged.models.config import ExpertsSpec, ModelConfig
-from jaxpaged.models.quantization import BLOCKS, QuantScheme
+from jaxpaged.models.quantization import QuantScheme
 from jaxpaged.pallas_kernels import native_attention, native_build, native_experts, native_linear, native_packed
 from jaxpaged.pallas_kernels.kv_pages import is_scaled
 from jaxpaged.pallas_kernels.native_build import NativeKernel
+from jaxpaged.pallas_kernels.native_packed import PER_WORD
 
 
 def choose_native(
@@ -66,9 +67,9 @@ def keeps_stored(
 
 def _products(model: ModelConfig, quant: QuantScheme) -> list[NativeKernel]:
     kinds = ("float32", *quant.types)
-    found = [native_packed.kernel_for(kind) if kind in BLOCKS else native_linear.kernel_for(kind) for kind in kinds]
+    found = [native_packed.kernel_for(kind) if kind in PER_WORD else native_linear.kernel_for(kind) for kind in kinds]
     if any(isinstance(layer.mlp, ExpertsSpec) for layer in model.layers):
-        found += [native_experts.kernel_for(kind) for kind in kinds if kind not in BLOCKS]
+        found += [native_experts.kernel_for(kind) for kind in kinds if kind not in PER_WORD]
     return found
 
 

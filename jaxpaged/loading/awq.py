@@ -16,7 +16,7 @@ from jaxpaged.loading.packed_numbers import (
     require_dtype,
     require_shape,
 )
-from jaxpaged.loading.quantized import Grouped
+from jaxpaged.loading.quantized import Form, Scaling
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
 
@@ -35,21 +35,30 @@ class AwqWeights:
     scales: Source
     batched: int = 1
 
-    def read(self, part: Part) -> Grouped:
+    @property
+    def form(self) -> Form:
+        """See `QuantizedWeights`."""
+        file, name = self.scales
+        return Form("I4", np.arange(self.shape[1]) // self.group, file.raw_dtype(name), True)
+
+    def values(self, part: Part) -> np.ndarray:
+        """See `QuantizedWeights`."""
+        return _numbers(self.words, part[1], part[0])
+
+    def scaling(self, part: Part) -> Scaling:
         """See `QuantizedWeights`."""
         outputs, inputs = part
-        # Whole words: the outputs of one are not in order.
-        whole = slice(outputs.start // 8 * 8, -(-outputs.stop // 8) * 8)
-        inside = slice(outputs.start - whole.start, outputs.stop - whole.start)
-        groups = np.arange(inputs.start, inputs.stop) // self.group
         rows = slice(inputs.start // self.group, -(-inputs.stop // self.group))
+        return Scaling(read_raw(self.scales, (rows, outputs)).T, _numbers(self.zeros, rows, outputs),
+                       np.arange(inputs.start, inputs.stop) // self.group - rows.start)
 
-        def numbers(source: Source, along: slice) -> np.ndarray:
-            found = read_packed(source, 4, 1, (along, whole)).reshape(along.stop - along.start, -1, 8)
-            return found[..., _PLACES].reshape(len(found), -1)[:, inside].T
 
-        return Grouped(numbers(self.words, inputs), read_raw(self.scales, (rows, outputs)).astype(np.float32).T,
-                       numbers(self.zeros, rows), groups - rows.start)
+def _numbers(source: Source, rows: slice, outputs: slice) -> np.ndarray:
+    """uint8 [out, rows], a part of a tensor of words [rows, out / 8]."""
+    # Whole words: the outputs of one are not in order.
+    whole = slice(outputs.start // 8 * 8, -(-outputs.stop // 8) * 8)
+    found = read_packed(source, 4, 1, (rows, whole)).reshape(rows.stop - rows.start, -1, 8)
+    return found[..., _PLACES].reshape(len(found), -1)[:, outputs.start - whole.start : outputs.stop - whole.start].T
 
 
 class Awq:

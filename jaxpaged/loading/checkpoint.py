@@ -12,6 +12,7 @@ from jaxpaged.loading.hf_checkpoint import HfCheckpoint
 from jaxpaged.loading.json_files import read_json
 from jaxpaged.loading.orbax import OrbaxCheckpoint, is_orbax
 from jaxpaged.models.param_layout import Part
+from jaxpaged.models.quantization import PackedType, StoredType
 from jaxpaged.models.rope_tables import merge_overrides
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h)\.(\d+)\.")
@@ -36,13 +37,25 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, as stored; CheckpointError if its dtype is not supported."""
 
-    def stored_type(self, name: str) -> str:
-        """The type that a tensor is stored in: a dtype's name, or as the format spells it; empty without the tensor."""
+    def stored_type(self, name: str) -> StoredType:
+        """The type that a tensor is stored in; empty without the tensor."""
 
     def read_tensor(self, name: str, out: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
         """A tensor's values, or those of a part, written into `out` (same shape, any float dtype and strides) if given.
 
         Only the part is read where the format allows it.
+        """
+
+    def read_packed(
+        self, name: str, kind: PackedType, leaf: str, rows: np.ndarray, columns: slice, out: np.ndarray
+    ) -> None:
+        """Fill `out` with a part of an array of `PackedType.shapes`, of a tensor [out, in] of a packed type.
+
+        Args:
+            kind: the tensor's type, maybe with smaller groups.
+            leaf: the array's name.
+            rows: the tensor's rows, a multiple of 16. An order has none.
+            columns: the part of the array's second axis; of an order's only one.
         """
 
 

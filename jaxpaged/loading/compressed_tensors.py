@@ -17,7 +17,7 @@ from jaxpaged.loading.packed_numbers import (
     require_dtype,
     require_shape,
 )
-from jaxpaged.loading.quantized import Grouped, QuantizedWeights
+from jaxpaged.loading.quantized import Form, QuantizedWeights, Scaling
 from jaxpaged.loading.scaled import FLOAT8, scaled_weights
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
@@ -42,22 +42,32 @@ class PackedWeights:
     zeros: Source | None
     batched: int = 0
 
-    def read(self, part: Part) -> Grouped:
+    @property
+    def form(self) -> Form:
+        """See `QuantizedWeights`."""
+        file, name = self.scales
+        return Form(f"I{self.bits}", self.groups, file.raw_dtype(name), self.zeros is not None)
+
+    def values(self, part: Part) -> np.ndarray:
+        """See `QuantizedWeights`."""
+        found = read_packed(self.words, self.bits, 1, (part[0], part[1]))
+        return found if self.zeros else (found.astype(np.int16) - (1 << (self.bits - 1))).astype(np.int8)
+
+    def scaling(self, part: Part) -> Scaling:
         """See `QuantizedWeights`."""
         outputs, inputs = part
         needed, groups = np.unique(self.groups[inputs], return_inverse=True)
         columns = slice(int(needed[0]), int(needed[-1]) + 1)
         needed = needed - columns.start
-        values = read_packed(self.words, self.bits, 1, (outputs, inputs))
-        scales = read_raw(self.scales, (outputs, columns)).astype(np.float32)[:, needed]
-        half = 1 << (self.bits - 1)
+        scales = read_raw(self.scales, (outputs, columns))[:, needed]
         if self.zeros is None:
-            zeros = np.full(scales.shape, half, np.int32)
-        elif self.zeros[0].raw_dtype(self.zeros[1]) == np.int32:
+            return Scaling(scales, None, groups)
+        if self.zeros[0].raw_dtype(self.zeros[1]) == np.int32:
             zeros = read_packed(self.zeros, self.bits, 0, (outputs, columns))[:, needed]
         else:
-            zeros = read_raw(self.zeros, (outputs, columns)).astype(np.int32)[:, needed] + half
-        return Grouped(values, scales, zeros, groups)
+            shifted = read_raw(self.zeros, (outputs, columns)).astype(np.int16)[:, needed] + (1 << (self.bits - 1))
+            zeros = shifted.astype(np.uint8)
+        return Scaling(scales, zeros, groups)
 
 
 class CompressedTensors:

@@ -11,7 +11,7 @@ from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.gguf_blocks import pack
 from jaxpaged.loading.gguf_families import GGUF_FAMILIES
 from jaxpaged.loading.gguf_split import SplitGguf
-from jaxpaged.models.quantization import BLOCK, BLOCKS
+from jaxpaged.models.quantization import BLOCK, GGUF_BLOCKS, PackedType, StoredType
 
 
 def gguf_names(architecture: str) -> tuple[str, ...]:
@@ -96,14 +96,16 @@ class GgufCheckpoint:
         stored = self._file.tensors[source].shape
         return stored[::-1] if self._is(source, self._family.transposed) else stored
 
-    def stored_type(self, name: str) -> str:
-        """The type that a tensor is stored in: a dtype's name, or a quantized one, as Q4_1; empty without a tensor."""
+    def stored_type(self, name: str) -> StoredType:
+        """The type that a tensor is stored in; empty without a tensor."""
         if name not in self._sources:
             return ""
         source = self._sources[name]
         found = self._file.tensors[source].type_name
-        if found in BLOCKS and self._is(source, (*self._family.transposed, *self._family.grouped)):
-            return f"{found} in another order"  # blocks as they are would not do
+        if found in GGUF_BLOCKS:
+            # Where numbers are in another order, blocks as they are would not do.
+            return (f"{found} in another order" if self._is(source, (*self._family.transposed, *self._family.grouped))
+                    else PackedType(found))
         return _DTYPES.get(found, found)
 
     def read_tensor(
@@ -159,22 +161,17 @@ class GgufCheckpoint:
     def _kv_heads(self) -> int:
         return self._count("attention.head_count_kv", self._count("attention.head_count"))
 
-    def read_packed(self, name: str, leaf: str, rows: np.ndarray, words: slice, out: np.ndarray) -> None:
-        """Fill `out` with a part of an array of `models.quantization.packed_shapes`.
-
-        Args:
-            leaf: the array's name.
-            rows: the tensor's rows, in Hugging Face's order; a multiple of 16.
-            words: the part of the array's second axis.
-        """
-        source, kind = self._sources[name], self.stored_type(name)
+    def read_packed(self, name: str, kind: PackedType, leaf: str, rows: np.ndarray, columns: slice,
+                    out: np.ndarray) -> None:
+        """See `Checkpoint.read_packed`."""
+        source = self._sources[name]
         heads, count = self._permuted_heads(source), self.shape(name)[0]
         if heads is not None:
             in_file = _in_file_order(np.arange(count), count // heads).reshape(-1)
             rows = np.argsort(in_file)[rows]
-        each = BLOCK // BLOCKS[kind] if leaf == "q" else 1  # of a block
-        blocks = self._file.blocks(source)[:, words.start // each : words.stop // each]
-        pack(blocks, kind, rows, {leaf: out})
+        each = BLOCK // kind.per_word if leaf == "q" else 1  # of a block
+        blocks = self._file.blocks(source)[:, columns.start // each : columns.stop // each]
+        pack(blocks, kind.name, rows, {leaf: out})
         self._file.forget(source)
 
     def _hf_name(self, name: str) -> str:

@@ -17,7 +17,7 @@ from jaxpaged.loading.packed_numbers import (
     require_shape,
     unpacked,
 )
-from jaxpaged.loading.quantized import Grouped
+from jaxpaged.loading.quantized import Form, Scaling
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
 
@@ -43,7 +43,17 @@ class GptqWeights:
     less_one: bool
     batched: int = 1
 
-    def read(self, part: Part) -> Grouped:
+    @property
+    def form(self) -> Form:
+        """See `QuantizedWeights`."""
+        file, name = self.scales
+        return Form(f"I{self.bits}", self.groups, file.raw_dtype(name), True)
+
+    def values(self, part: Part) -> np.ndarray:
+        """See `QuantizedWeights`."""
+        return read_packed(self.words, self.bits, 0, (part[1], part[0])).T
+
+    def scaling(self, part: Part) -> Scaling:
         """See `QuantizedWeights`."""
         outputs, inputs = part
         needed, groups = np.unique(self.groups[inputs], return_inverse=True)
@@ -55,9 +65,8 @@ class GptqWeights:
             words = words + np.uint32(0x11111111 if self.bits == 4 else 0x01010101)
         first = outputs.start - columns.start * count
         zeros = unpacked(words, self.bits, 1)[:, first : first + outputs.stop - outputs.start]
-        scales, needed = read_raw(self.scales, (rows, outputs)).astype(np.float32), needed - rows.start
-        return Grouped(read_packed(self.words, self.bits, 0, (inputs, outputs)).T, scales[needed].T, zeros[needed].T,
-                       groups)
+        needed = needed - rows.start
+        return Scaling(read_raw(self.scales, (rows, outputs))[needed].T, zeros[needed].T, groups)
 
 
 class Gptq:

@@ -9,11 +9,13 @@ import numpy as np
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.mxfp4 import Mxfp4
+from jaxpaged.loading.packing import packed_type, read_packed
 from jaxpaged.loading.quantization_config import find_method
-from jaxpaged.loading.quantized import as_plain
+from jaxpaged.loading.quantized import QuantizedFile, as_plain
 from jaxpaged.loading.tensor_files import Source, find_tensors
 from jaxpaged.models.config_checks import QUANTIZATION_KEYS
 from jaxpaged.models.hf_config import named_dtype
+from jaxpaged.models.quantization import PackedType, StoredType
 from jaxpaged.models.registry import ModelFamily, find_family
 from jaxpaged.models.rope_tables import merge_overrides
 from jaxpaged.models.text_part import is_multimodal, text_tensors
@@ -81,11 +83,13 @@ class HfCheckpoint:
         file.dtype(stored)
         return file.shape(stored)
 
-    def stored_type(self, name: str) -> str:
-        """The dtype that a tensor is stored in; empty without the tensor, or if the dtype is not supported."""
+    def stored_type(self, name: str) -> StoredType:
+        """The type that a tensor is stored in; empty without the tensor, or if the type is not supported."""
         if name not in self._sources:
             return ""
         file, stored = self._sources[name]
+        if isinstance(file, QuantizedFile) and (kind := packed_type(file.weights[stored])):
+            return kind
         try:
             return file.dtype(stored).name
         except CheckpointError:
@@ -101,6 +105,14 @@ class HfCheckpoint:
             out = np.empty(shape, file.dtype(stored))
         file.read_tensor(stored, out, part)
         return out
+
+    def read_packed(
+        self, name: str, kind: PackedType, leaf: str, rows: np.ndarray, columns: slice, out: np.ndarray
+    ) -> None:
+        """See `Checkpoint.read_packed`."""
+        file, stored = self._sources[name]
+        assert isinstance(file, QuantizedFile), name
+        read_packed(file.weights[stored], name, kind, leaf, rows, columns, out)
 
     def _settle_head(self) -> None:
         if self._head not in self._sources and str((self.config.get("architectures") or [""])[0]).endswith("Model"):

@@ -10,7 +10,7 @@ import numpy as np
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.packed_numbers import read_raw, require_dtype, require_shape
 from jaxpaged.loading.param_tree import mismatch
-from jaxpaged.loading.quantized import Grouped, QuantizedFile, without_quantized
+from jaxpaged.loading.quantized import Form, QuantizedFile, Scaling, without_quantized
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
 
@@ -38,19 +38,32 @@ class Mxfp4Weights:
     step: int
     batched: int = 0
 
-    def read(self, part: Part) -> Grouped:
+    @property
+    def form(self) -> Form:
         """See `QuantizedWeights`."""
+        return Form(None, np.arange(self.shape[1]) // _BLOCK, np.dtype(np.float32), False)
+
+    def values(self, part: Part) -> np.ndarray:
+        """See `QuantizedWeights`."""
+        expert, rows, columns, kept = self._stored(part)
+        octets = read_raw(self.blocks, (expert, rows, columns, slice(0, _BLOCK // 2)))[0, :: self.step]
+        numbers: np.ndarray = _VALUES[np.stack([octets & 15, octets >> 4], -1).reshape(len(octets), -1)]
+        return numbers[:, kept]
+
+    def scaling(self, part: Part) -> Scaling:
+        """See `QuantizedWeights`."""
+        expert, rows, columns, kept = self._stored(part)
+        exponents = read_raw(self.scales, (expert, rows, columns))[0, :: self.step]
+        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
+        return Scaling(scales, None, np.arange(_BLOCK * scales.shape[1])[kept] // _BLOCK)
+
+    def _stored(self, part: Part) -> tuple[slice, slice, slice, slice]:
+        """Where a part is stored: its expert, rows and blocks; and which inputs of these it is."""
         outputs, inputs = part
         rows = slice(self.first + self.step * outputs.start, self.first + self.step * (outputs.stop - 1) + 1)
-        columns = slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK))
-        expert = slice(self.expert, self.expert + 1)
-        octets = read_raw(self.blocks, (expert, rows, columns, slice(0, _BLOCK // 2)))[0, :: self.step]
-        exponents = read_raw(self.scales, (expert, rows, columns))[0, :: self.step]
-        numbers = _VALUES[np.stack([octets & 15, octets >> 4], -1).reshape(len(octets), -1)]
         first = inputs.start % _BLOCK
-        kept = slice(first, first + inputs.stop - inputs.start)
-        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
-        return Grouped(numbers[:, kept], scales, None, np.arange(_BLOCK * scales.shape[1])[kept] // _BLOCK)
+        return (slice(self.expert, self.expert + 1), rows, slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)),
+                slice(first, first + inputs.stop - inputs.start))
 
 
 class Mxfp4:

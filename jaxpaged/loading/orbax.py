@@ -21,6 +21,7 @@ from jaxpaged.loading.host_memory import large_blocks_returned
 from jaxpaged.loading.json_files import read_generation_config, read_json
 from jaxpaged.loading.param_tree import leaves
 from jaxpaged.models.param_layout import Part
+from jaxpaged.models.quantization import PackedType
 from jaxpaged.models.weight_rules import WeightRule, as_is
 
 FOLDER = "params"  # inside the model's directory
@@ -55,6 +56,12 @@ class OrbaxCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of an array."""
         return self._shapes[name]
+
+    def read_packed(
+        self, name: str, kind: PackedType, leaf: str, rows: np.ndarray, columns: slice, out: np.ndarray
+    ) -> None:
+        """Never called: nothing is packed."""
+        raise AssertionError(name)
 
     def stored_type(self, name: str) -> str:
         """The dtype that an array is stored in; empty without it."""

@@ -17,28 +17,43 @@ _BATCH = 1 << 18  # numbers that are dequantized at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
-    """Weights [out, in] = (values - zeros) * scales, with a scale for each output and group of inputs.
+class Scaling:
+    """What turns values into weights: weights [out, in] = (values - zeros) * scales.
 
     Attributes:
-        values: [out, in], integers or floats that float32 holds exactly.
-        scales: [out, G] float32.
-        zeros: [out, G] integers; None: zero.
+        scales: [out, G], 16 or 32-bit floats.
+        zeros: [out, G], 8-bit integers; None: zero.
         groups: [in], the column of scales and zeros of each input.
     """
 
-    values: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
     groups: np.ndarray
 
-    def dequantized(self) -> np.ndarray:
-        """float32 [out, in], rounded once."""
-        found = self.values.astype(np.float32)
+    def weights(self, values: np.ndarray) -> np.ndarray:
+        """float32 [out, in] of values that it holds exactly, rounded once."""
+        found = values.astype(np.float32)
         if self.zeros is not None:
             found -= self.zeros.astype(np.float32)[:, self.groups]
-        found *= self.scales[:, self.groups]
+        found *= self.scales.astype(np.float32)[:, self.groups]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How weights are quantized, all parts alike.
+
+    Attributes:
+        kind: I4, I8 or F8, the values' as native/packed_linear.cc has them; None: another.
+        groups: [in], the group of each input.
+        scale_dtype: of the scales.
+        zeros: there are zero points besides.
+    """
+
+    kind: str | None
+    groups: np.ndarray
+    scale_dtype: np.dtype
+    zeros: bool
 
 
 class QuantizedWeights(Protocol):
@@ -52,8 +67,15 @@ class QuantizedWeights(Protocol):
     def batched(self) -> int:
         """The axis along which parts are best read one after the other."""
 
-    def read(self, part: Part) -> Grouped:
-        """A part of them."""
+    @property
+    def form(self) -> Form:
+        """How they are quantized."""
+
+    def values(self, part: Part) -> np.ndarray:
+        """The values of a part, [out, in]: of the kinds of `Form` in uint8, int8 or 8-bit floats."""
+
+    def scaling(self, part: Part) -> Scaling:
+        """The scales of a part."""
 
 
 class Method(Protocol):
@@ -120,7 +142,7 @@ class QuantizedFile:
             to = [slice(None), slice(None)]
             to[axis] = slice(first - whole.start, last - whole.start)
             with np.errstate(all="ignore"):  # as of plain tensors, what is too large becomes infinite
-                out[tuple(to)] = weights.read(tuple(bounds)).dequantized()
+                out[tuple(to)] = weights.scaling(tuple(bounds)).weights(weights.values(tuple(bounds)))
 
 
 def as_plain(sources: Mapping[str, Source], method: Method, path: Path) -> dict[str, Source]:

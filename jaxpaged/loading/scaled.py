@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.packed_numbers import FLOATS, read_raw, require, require_dtype, require_shape
-from jaxpaged.loading.quantized import Grouped
+from jaxpaged.loading.quantized import Form, Scaling
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
 
@@ -29,9 +29,19 @@ class ScaledWeights:
     zeros: Source | None = None
     batched: int = 0
 
-    def read(self, part: Part) -> Grouped:
+    @property
+    def form(self) -> Form:
         """See `QuantizedWeights`."""
-        outputs, inputs = part
+        values, scales = (file.raw_dtype(name) for file, name in (self.weight, self.scales))
+        return Form({"int8": "I8", "float8_e4m3fn": "F8"}.get(values.name),
+                    np.arange(self.shape[1]) // self.block[1], scales, self.zeros is not None)
+
+    def values(self, part: Part) -> np.ndarray:
+        """See `QuantizedWeights`."""
+        return read_raw(self.weight, part)
+
+    def scaling(self, part: Part) -> Scaling:
+        """See `QuantizedWeights`."""
         (rows, row), (columns, column) = (_blocks(item, size) for item, size in zip(part, self.block, strict=True))
 
         def numbers(source: Source) -> np.ndarray:
@@ -39,8 +49,7 @@ class ScaledWeights:
             blocks = whole.reshape([-(-size // each) for size, each in zip(self.shape, self.block, strict=True)])
             return blocks[rows, columns][row]
 
-        return Grouped(read_raw(self.weight, (outputs, inputs)), numbers(self.scales).astype(np.float32),
-                       None if self.zeros is None else numbers(self.zeros).astype(np.int32), column)
+        return Scaling(numbers(self.scales), None if self.zeros is None else numbers(self.zeros), column)
 
 
 def _blocks(item: slice, size: int) -> tuple[slice, np.ndarray]:
@@ -67,6 +76,8 @@ def scaled_weights(
     weight, scales, zeros = tensors["weight"], tensors[scale], tensors.get("weight_zero_point")
     require_dtype(module, "weight", weight, dtypes)
     require_dtype(module, scale, scales, FLOATS)
+    if zeros is not None:
+        require_dtype(module, "weight_zero_point", zeros, ("int8",))
     shape = weight[0].shape(weight[1])
     if len(shape) != 2:
         raise CheckpointError(f"{module}.weight has shape {list(shape)}; of quantized weights two axes are supported")

@@ -9,9 +9,8 @@ import numpy as np
 
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.checkpoint import Checkpoint
-from jaxpaged.loading.gguf_checkpoint import GgufCheckpoint
 from jaxpaged.models.param_layout import Part
-from jaxpaged.models.quantization import PANEL, packed_shapes
+from jaxpaged.models.quantization import PANEL, PackedType
 from jaxpaged.models.weight_rules import TensorSlice, Transform, as_is, numbered
 
 
@@ -24,7 +23,7 @@ class Source:
         order: the transform puts the tensor's axes into this order and does nothing else; None if it does more.
         filled: the part of the parameter (of one expert's, where they are stacked) that it becomes.
         rows: the rows of the tensor that it is, where these do not follow one another; `bounds` are of what they make.
-        packed: the array of its blocks that it is, by its name in `packed_shapes`; `bounds` are of that.
+        packed: the type in which it stays packed, and which array of `PackedType.shapes` it is; `bounds` are of that.
         heads_axis, head_order: the axis of the tensor with heads whose numbers lie in this order there, if in another.
     """
 
@@ -36,7 +35,7 @@ class Source:
     heads_axis: int | None = None
     head_order: tuple[int, ...] | None = None
     rows: np.ndarray | None = None
-    packed: str | None = None
+    packed: tuple[PackedType, str] | None = None
 
     def ordered(self, tensor: np.ndarray) -> np.ndarray:
         """Whole heads of the tensor with their numbers in the parameter's order."""
@@ -81,13 +80,14 @@ def find_source(
 
 
 def find_packed_source(
-    checkpoint: Checkpoint, tensor: str, leaf: str, filled: Part, head_order: tuple[int, ...] | None
+    checkpoint: Checkpoint, tensor: str, kind: PackedType, leaf: str, filled: Part, head_order: tuple[int, ...] | None
 ) -> Source:
-    """One array of a tensor's blocks; that they fit is known, since the scheme keeps them."""
+    """One array of a packed tensor; that it fits is known, since the scheme keeps it."""
     size_out, size_in = checkpoint.shape(tensor)
-    shape = packed_shapes(checkpoint.stored_type(tensor), size_in, size_out)[leaf].shape
+    shape = kind.shapes(size_in, size_out)[leaf].shape
     assert shape == tuple(item.stop - item.start for item in filled), (tensor, leaf, shape, filled)
-    return Source(tensor, tuple(slice(0, size) for size in shape), as_is, None, filled, 0, head_order, None, leaf)
+    return Source(tensor, tuple(slice(0, size) for size in shape), as_is, None, filled, 0, head_order, None,
+                  (kind, leaf))
 
 
 def read_sources(checkpoint: Checkpoint, sources: Sequence[Source], part: Part, out: np.ndarray) -> None:
@@ -99,10 +99,9 @@ def read_sources(checkpoint: Checkpoint, sources: Sequence[Source], part: Part, 
         to: tuple[Any, ...] = tuple(_shifted(item, -base.start) for item, base in zip(shared, part, strict=True))
         taken = tuple(_shifted(item, -base.start) for item, base in zip(shared, source.filled, strict=True))
         if source.packed:
-            assert isinstance(checkpoint, GgufCheckpoint)
             rows = source.ordered(np.arange(checkpoint.shape(source.tensor)[0]))
-            checkpoint.read_packed(source.tensor, source.packed, rows[PANEL * taken[0].start : PANEL * taken[0].stop],
-                                   taken[1], out[(*to, ...)])
+            checkpoint.read_packed(source.tensor, *source.packed, rows[PANEL * taken[0].start : PANEL * taken[0].stop],
+                                   taken[1 if len(taken) > 1 else 0], out[(*to, ...)])
         elif source.order is None:
             whole = source.ordered(checkpoint.read_tensor(source.tensor, part=source.bounds))
             out[(*to, ...)] = source.transform(whole)[taken]

@@ -146,7 +146,7 @@ def _match(
     names, targets, axes_of = checkpoint.names(), dict(leaves(wanted)), dict(leaves(axes))
     table = _by_path(with_packed(rules), config, names)
     default = SingleDeviceSharding(jax.local_devices()[0])
-    kept = config.quant.kept_dtypes
+    kept, packed = config.quant.kept_dtypes, config.quant.packed
     tasks: list[_Task] = []
     problems: list[str] = []
     used: dict[str, int] = {}  # how many numbers of each tensor have a parameter
@@ -165,7 +165,9 @@ def _match(
                 used.setdefault(name, 0)
                 try:
                     if rule.packed:
-                        source = find_packed_source(checkpoint, name, rule.packed, filled, item.order(config, layer))
+                        source = find_packed_source(
+                            checkpoint, name, packed[numbered(rule.module, layer).rpartition(".")[0]], rule.packed,
+                            filled, item.order(config, layer))
                         sources[-1].append(source)
                         used[name] = math.prod(checkpoint.shape(name))
                         continue

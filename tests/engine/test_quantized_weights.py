@@ -1,13 +1,55 @@
-"""The engine with checkpoints whose weights are quantized."""
+"""The engine with checkpoints whose weights are quantized: packed on a CPU, with the results of dequantized ones."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from jaxpaged import LLM
+from jaxpaged import LLM, SamplingParams
 from jaxpaged.errors import ConfigError
-from tests.support.quantized_checkpoints import KINDS, write_both
-from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, random_weights
+from tests.engine.test_stored_blocks import leaves
+from tests.support.quantized_checkpoints import KINDS, Tensors, gptq, random_numbers, write_both
+from tests.support.sharded_process import run_cases
+from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, random_prompt, random_weights
+
+PROMPTS = [random_prompt(length, length) for length in (1, 7, 40)]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=3, detokenize=False)
+PACKED = {"awq", "awq, old", "gptq", "gptq, old", "gptq v2", "gptq 8", "packed", "packed in order", "packed 8", "int8",
+          "float8", "fp8", "fp8 square"}
+QUICK = {"gptq"}
+
+
+def answers(llm: LLM) -> list[Any]:
+    return [(item.outputs[0].token_ids, item.outputs[0].logprobs)
+            for item in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
+                                  for name in sorted(KINDS)])
+def test_answers_are_those_of_dequantized_weights(name: str, tmp_path: Path, model_path: Path) -> None:
+    """Bitwise, except where inputs are put into an order and sums with them."""
+    quantized, _ = write_both(tmp_path, KINDS[name], CONFIG, random_weights())
+    opened = {how: LLM(str(quantized), tokenizer=str(model_path), quantization=how, **ENGINE_ARGS)
+              for how in (None, "none")}
+    with opened[None] as kept, opened["none"] as dense:
+        layers = {name for name in leaves(dense) if name.startswith("layers.") and name.endswith(".kernel")}
+        packed = {name.rpartition(".")[0] for name in leaves(kept) if name.endswith(".q")}
+        assert packed == (layers if name in PACKED else set())
+        found, wanted = answers(kept), answers(dense)
+        if "order" not in name:
+            assert found == wanted
+        for one, other in zip(found, wanted, strict=True):
+            assert one[0] == other[0]
+            for mine, theirs in zip(one[1], other[1], strict=True):
+                assert {token: item.logprob for token, item in mine.items()} == pytest.approx(
+                    {token: item.logprob for token, item in theirs.items()}, abs=1e-4)
+        if name in PACKED:
+            small = sum(leaf.nbytes for leaf in jax.tree.leaves(kept.get_params()["layers"]))
+            large = sum(leaf.nbytes for leaf in jax.tree.leaves(dense.get_params()["layers"]))
+            assert small < large / (2.5 if "8" in name else 3.8)
 
 
 def test_a_method_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
@@ -18,3 +60,36 @@ def test_a_method_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
         LLM(str(plain), quantization="awq_marlin", **ENGINE_ARGS)
     with pytest.raises(ConfigError, match=r"quantization must be one of none, awq"):
         LLM(str(plain), quantization="squeezellm", **ENGINE_ARGS)
+
+
+def test_products_whose_tensors_differ_are_dequantized(tmp_path: Path, model_path: Path) -> None:
+    """Queries and keys of different orders of inputs, or of a different number of bits."""
+    rng = np.random.default_rng(1)
+
+    def change(tensors: Tensors) -> None:
+        for layer, bits in ((0, 4), (1, 8)):
+            stem = f"model.layers.{layer}.self_attn.k_proj"
+            numbers = random_numbers(rng, (32, 64), 32, bits=bits, least=1, shuffled=bits == 4)
+            tensors.update({f"{stem}.{last}": item for last, item in gptq(numbers, bits).items()})
+
+    kind = replace(KINDS["gptq"], config={"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*k_proj": {"bits": 8}}})
+    quantized, _ = write_both(tmp_path, kind, CONFIG, random_weights(), change=change)
+    with LLM(str(quantized), tokenizer=str(model_path), **ENGINE_ARGS) as llm:
+        packed = {name.rpartition(".")[0] for name in leaves(llm) if name.endswith(".q")}
+    assert packed == {f"layers.{layer}.{name}.kernel" for layer in (0, 1)
+                      for name in ("attn.o", "mlp.gate_up", "mlp.down")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq, old", "packed in order", "int8"])
+def test_devices_hold_their_own_part(name: str, tmp_path: Path) -> None:
+    """Groups of all inputs are split; where an order mixes the inputs of several devices, weights are dequantized."""
+    config = CONFIG | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "vocab_size": 256}
+    quantized, _ = write_both(tmp_path, KINDS[name], config, random_weights(config))
+    requests = [(prompt, {"temperature": 0}, 12) for prompt in PROMPTS]
+    one, several = run_cases([{"size": size, "engine": {**ENGINE_ARGS, "model": str(quantized)}, "requests": requests}
+                              for size in (1, 2)])
+    assert several["ids"] == one["ids"]
+    packed = {part for part in ("gate_up", "down") if isinstance(
+        several["shapes"]["layers"]["0"]["mlp"][part]["kernel"], dict)}
+    assert packed == ({"gate_up"} if "order" in name else {"gate_up", "down"})

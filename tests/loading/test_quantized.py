@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.checkpoint import open_checkpoint
-from jaxpaged.loading.quantized import Grouped
+from jaxpaged.loading.quantized import Scaling
 from tests.support.paged_model import load
 from tests.support.quantized_checkpoints import GPTQ, KINDS, Kind, _compressed, words, write_both
 from tests.support.tiny_llama import CONFIG, random_weights
@@ -77,7 +77,7 @@ def test_dequantized_weights_are_rounded_once(rows: int, columns: int, seed: int
     scales = rng.standard_normal((rows, 3)).astype(np.float32)
     q, zeros = rng.integers(0, 256, (rows, columns), np.uint8), rng.integers(0, 256, (rows, 3), np.uint8)
     exact = (q.astype(np.float64) - zeros.astype(np.float64)[:, groups]) * scales.astype(np.float64)[:, groups]
-    np.testing.assert_array_equal(Grouped(q, scales, zeros, groups).dequantized(), exact.astype(np.float32))
+    np.testing.assert_array_equal(Scaling(scales, zeros, groups).weights(q), exact.astype(np.float32))
 
 
 def test_zero_points_that_borrow(tmp_path: Path) -> None:

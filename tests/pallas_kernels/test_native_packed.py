@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.loading.gguf_blocks import pack
-from jaxpaged.models.quantization import BLOCKS, packed_shapes
+from jaxpaged.models.quantization import GGUF_BLOCKS as BLOCKS
+from jaxpaged.models.quantization import PackedType
 from jaxpaged.pallas_kernels import native_linear, native_packed
 from jaxpaged.pallas_kernels.native_build import build
 from tests.pallas_kernels.test_native_linear import FLAGS
@@ -40,7 +41,7 @@ def jitted(function: Any, *kind: str, **more: bool) -> Any:
 
 def packed(blocks: np.ndarray, kind: str) -> tuple[jax.Array, ...]:
     """The arrays of blocks [out, blocks of a row, bytes]."""
-    shapes = packed_shapes(kind, 32 * blocks.shape[1], len(blocks))
+    shapes = PackedType(kind).shapes(32 * blocks.shape[1], len(blocks))
     arrays = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
     pack(blocks, kind, np.arange(len(blocks)), arrays)
     return tuple(jnp.asarray(arrays[name]) for name in "qdm" if name in arrays)

@@ -46,7 +46,7 @@ def random_numbers(
     size = size_in if size == -1 else size
     groups = np.arange(size_in) // size
     if shuffled:
-        rng.shuffle(groups)
+        np.random.default_rng(size_in).shuffle(groups)  # alike for all products of the same inputs
     count, most = size_in // size, (1 << bits) - 1
     middle = np.full((size_out, count), 1 << (bits - 1))
     zeros = middle if symmetric else rng.integers(least, most + 1, (size_out, count))
@@ -179,6 +179,7 @@ KINDS: dict[str, Kind] = {
                    _floats((1, -1), "weight_scale", ml_dtypes.bfloat16)),
     "fp8 blocks": Kind({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 24]},
                        _floats((32, 24), "weight_scale_inv")),
+    "fp8 square": Kind({"quant_method": "fp8", "weight_block_size": [32, 32]}, _floats((32, 32), "weight_scale_inv")),
     "fp8": Kind({"quant_method": "fp8", "activation_scheme": "static"}, _floats((-1, -1), "weight_scale", flat=True)),
 }
 
