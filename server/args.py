@@ -138,14 +138,15 @@ def parse_args(argv: Sequence[str], prog: str = "python -m jaxpaged.server") -> 
             given = {**from_file, **given, "old_flags": old}
         merge_model(given)
         warnings = tuple(dict.fromkeys(given.pop("old_flags", [])))
-        engine = EngineConfig(**_fields_of(EngineConfig, given))
-        server = ServerConfig(**_fields_of(ServerConfig, given))
+        engine = EngineConfig(**fields_of(EngineConfig, given))
+        server = ServerConfig(**fields_of(ServerConfig, given))
     except ConfigError as error:
         parser.error(str(error))
     return Arguments(server, engine, warnings)
 
 
-def _fields_of(config: type, given: dict[str, Any]) -> dict[str, Any]:
+def fields_of(config: type, given: dict[str, Any]) -> dict[str, Any]:
+    """The given values of a config's own fields."""
     names = {item.name for item in fields(config)}
     return {name: value for name, value in given.items() if name in names}
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import gc
 import importlib.util
@@ -17,26 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 
-from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.core.limits import LIMITS
-from jaxpaged.core.tool_formats import PLAIN_CALLS, TOOL_CALL_FORMATS
-from jaxpaged.frontend.front import Front, TextFiles, load_text_files
 from jaxpaged.frontend.metrics import Metrics
-from jaxpaged.loading.hub import resolve_model
 from jaxpaged.server.args import Arguments, ServerConfig
-from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.http_protocol import HttpBounds, http_protocol
 from jaxpaged.server.logs import set_up_logging
-from jaxpaged.server.sandbox.grammar_process import GrammarProcesses
-from jaxpaged.server.sandbox.template_process import TemplateProcesses
-
-if TYPE_CHECKING:
-    from jaxpaged.server.routes.api import Api
+from jaxpaged.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +75,11 @@ class _Server:
     """One run: starting, serving, draining, ending."""
 
     def __init__(self, arguments: Arguments, listener: socket.socket, files: int) -> None:
-        self._config, self._engine_config = arguments.server, arguments.engine
+        self._config = arguments.server
         self._listener, self._files = listener, files
-        self._client: EngineClient | None = None
-        self._api: Api | None = None
-        self._metrics: Metrics | None = None
+        self._service = Service(arguments.server, arguments.engine, on_engine_death=self._on_engine_death,
+                                on_engine_stall=self._on_engine_stall)
         self._http: _Http | None = None
-        self._templates: TemplateProcesses | None = None
-        self._grammars: GrammarProcesses | None = None
         self._ending: asyncio.Task[None] | None = None
         self._exit_code = 0
 
@@ -101,68 +88,19 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            await self._start()
+            await self._service.start()
             await self._serve()
         except BaseException:  # interrupts included: the engine's process must end; `serve` reports the reason
-            if self._client is not None:
-                self._client.kill()
+            self._service.kill()
             raise
-        assert self._client is not None
-        await asyncio.to_thread(self._client.shutdown, CLOSE_SECONDS)
+        await self._service.shutdown(CLOSE_SECONDS)
         return self._exit_code
-
-    async def _start(self) -> None:
-        """Load everything; the engine process loads and compiles while this one reads the tokenizer."""
-        config = self._engine_config
-        logger.info("loading %s", config.model)
-        # Resolved here, once: two processes must not download the same files.
-        path = await asyncio.to_thread(resolve_model, config.model, config.revision, config.download_dir)
-        local = dataclasses.replace(config, model=str(path))
-        self._client = EngineClient(local, timeout=self._config.engine_timeout, on_death=self._on_engine_death,
-                                    on_stall=self._on_engine_stall)
-        # The web framework is slow to import, so the engine process starts first.
-        from jaxpaged.server.routes.api import Api
-
-        files, info = await asyncio.gather(asyncio.to_thread(self._load_text_files, local), self._client.ready())
-        info = dataclasses.replace(info, model=config.model)
-        logger.info("%s", info.summary())
-
-        names = self._config.served_model_name or (config.model,)
-        self._grammars = GrammarProcesses(timeout=self._config.structured_outputs_timeout)
-        front = Front(config, info, files, name=names[0], make_grammar=self._grammars.grammar,
-                      tool_calls=TOOL_CALL_FORMATS.get(self._config.tool_call_parser or "", PLAIN_CALLS),
-                      lazy_logprobs=True)
-        self._metrics = front.metrics
-        self._client.serve(info, front)
-        helpers = [processes.fault for processes in (self._templates, self._grammars) if processes is not None]
-        self._api = Api(self._config, self._client, front, names=names, info=info, embeddings=config.enable_embeddings,
-                        helper_faults=helpers)
-
-    def _load_text_files(self, config: EngineConfig) -> TextFiles:
-        """Read the tokenizer and see what its chat template takes, while the engine loads."""
-        from jaxpaged.server.routes.api import TOKENIZE_THREADS
-
-        files = load_text_files(config)
-        tokenizer = files.tokenizer
-        if tokenizer is not None and tokenizer.hf.chat_template:
-            self._templates = TemplateProcesses(tokenizer.own_chat_template(), count=TOKENIZE_THREADS,
-                                                timeout=self._config.chat_template_timeout,
-                                                memory=LIMITS.max_template_bytes)
-            tokenizer.render_chat_template = self._templates.render
-            tokenizer.template_traits = self._templates.find_traits()
-            for name, traits in (tokenizer.template_traits or {}).items():
-                if lacks := traits.describe():
-                    logger.info("chat template%s: %s", "" if name == "default" else f" {name}", lacks)
-            if tokenizer.template_traits is None:
-                logger.warning("the chat template cannot be tried out: chats may fail")
-        return files
 
     async def _serve(self) -> None:
         from jaxpaged.server.app import make_app
 
-        assert self._api is not None and self._metrics is not None
         self._http = _Http(uvicorn.Config(
-            make_app(self._api), log_config=None, log_level=self._config.uvicorn_log_level,
+            make_app(self._service.api), log_config=None, log_level=self._config.uvicorn_log_level,
             access_log=not self._config.disable_access_log, http=self._http_protocol(), ws="none", lifespan="off",
             server_header=False, timeout_keep_alive=self._config.keep_alive_timeout,
             timeout_graceful_shutdown=CLOSE_SECONDS,
@@ -170,14 +108,13 @@ class _Server:
         # The objects of the start are permanent: walking through them again would hold up all streams for a while.
         gc.collect()
         gc.freeze()
-        statistics = None if self._config.disable_log_stats else asyncio.create_task(_log_statistics(self._metrics))
+        statistics = None
+        if not self._config.disable_log_stats:
+            statistics = asyncio.create_task(_log_statistics(self._service.metrics))
         await self._http.serve([self._listener])
         if statistics is not None:
             statistics.cancel()
-        self._api.close()
-        for processes in (self._templates, self._grammars):
-            if processes is not None:
-                processes.close()
+        self._service.close()
 
     def _http_protocol(self) -> type[asyncio.Protocol]:
         config = self._config
@@ -188,17 +125,16 @@ class _Server:
     def _on_signal(self, number: int) -> None:
         if self._http is None or self._ending is not None:
             # Still starting, or the second signal: end at once, whatever the threads are doing.
-            if self._client is not None:
-                self._client.kill()
+            self._service.kill()
             os._exit(0 if self._ending is None else 128 + number)
         logger.info("shutting down: running requests have %g s to finish", self._config.shutdown_timeout)
         self._ending = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        assert self._api is not None and self._client is not None and self._http is not None
-        self._api.refuse("the server is shutting down")
-        await self._client.wait_until_idle(self._config.shutdown_timeout)
-        self._client.fail_all(EngineDeadError("the server is shutting down"))
+        assert self._http is not None
+        self._service.api.refuse("the server is shutting down")
+        await self._service.client.wait_until_idle(self._config.shutdown_timeout)
+        self._service.client.fail_all(EngineDeadError("the server is shutting down"))
         self._http.should_exit = True
 
     def _on_engine_death(self) -> None:

@@ -18,7 +18,7 @@ FOLDERS = ("jaxpaged", "models", "server", "pallas_kernels")
 NO_JAX = ("core", "text", "frontend", "scheduling", "loading.host_memory", "loading.hub", "loading.json_files",
           "loading.gguf", "commands.cli")
 ENGINE_THIRD = ("jax", "flax", "llguidance", "numpy", "tqdm")
-HTTP_THIRD = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools", "yaml")
+HTTP_THIRD = ("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "httptools", "yaml", "tqdm")
 
 # room: (third-party packages, rooms below it) that its modules may import, besides the standard library and itself.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -50,7 +50,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # Modules that do not lie on their room's floor. Those without a room start the commands; those of the server are what
 # its rooms read.
 ROOM_OF = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
-          "errors": "entry", "models.__main__": "entry", "server.args": "server.args", "server.logs": "server.logs"}
+          "errors": "entry", "models.__main__": "entry", "run_batch": "server",
+           "server.args": "server.args", "server.logs": "server.logs"}
 ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers")), "server.logs": ((), ())}
 MAX_FLOORS = 9
 
@@ -155,7 +156,7 @@ def _loaded_by(code: str) -> set[str]:
     return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 
 
-@pytest.mark.parametrize("command", ["server", "plan", "convert", "compile", "models"])
+@pytest.mark.parametrize("command", ["server", "plan", "convert", "compile", "models", "run_batch"])
 def test_help_loads_neither_jax_nor_fastapi(command: str) -> None:
     """What makes `--help` quick."""
     loaded = _loaded_by(f"import runpy, sys\nsys.argv = ['jaxpaged.{command}', '--help']\n"

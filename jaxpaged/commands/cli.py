@@ -10,6 +10,7 @@ from jaxpaged import __version__
 # Name, module with its `main`, description. Imported on demand, so that --version is quick.
 _COMMANDS = (
     ("serve", "server.__main__", "serve a model over the OpenAI protocol"),
+    ("run-batch", "server.batch.command", "answer the requests of a file"),
     ("plan", "commands.plan", "print how a model fits a device's memory"),
     ("compile", "commands.compile", "compile a model's programs ahead of time"),
     ("convert", "commands.convert", "save a model with Orbax"),
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command in ("-h", "--help"):
         print("usage: jaxpaged COMMAND [arguments]\n       jaxpaged --version\n")
-        print(*(f"{name:9}{what}" for name, _, what in _COMMANDS), sep="\n")
+        print(*(f"{name:11}{what}" for name, _, what in _COMMANDS), sep="\n")
         print("\n`jaxpaged COMMAND --help` lists a command's arguments")
         return 0
     for name, module, _ in _COMMANDS:

@@ -41,6 +41,7 @@ NOT_RUN: dict[str, str] = {
     "python -m pytest tests/models/test_models.py": SUITE,
     "python -m pytest tests/text/test_structured_outputs.py tests/execution/test_aot.py": SUITE,
     "python -m jaxpaged.compile --model MODEL --device h200 --out DIR": "tests/commands/test_compile.py runs it",
+    "jaxpaged run-batch MODEL -i requests.jsonl -o answers.jsonl": "tests/server/test_run_batch.py runs it",
     "python bench/bench_aot.py --write FILE": LONG,
     "python bench/bench_host.py": LONG,
     "python bench/bench_host.py --running 64 --waiting 1 --windows 0 64": LONG,

@@ -1,0 +1,1 @@
+"""`jaxpaged run-batch`: the requests of a file, answered into another one."""
