@@ -86,7 +86,7 @@ def _write_tokenizer(source: Path, out: Path) -> None:
         for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern)}:
             shutil.copyfile(file, out / file.name)
     else:
-        from jaxpaged.text.tokenizer import load_tokenizer
+        from jaxpaged.text.tokenizer_files import load_tokenizer
 
         tokenizer = load_tokenizer(source)
         tokenizer.hf.save_pretrained(out)

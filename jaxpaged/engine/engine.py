@@ -26,7 +26,7 @@ from jaxpaged.scheduling.block_pool import BlockPool
 from jaxpaged.scheduling.host_tier import HostTier
 from jaxpaged.scheduling.policy import POLICIES
 from jaxpaged.scheduling.scheduler import Scheduler
-from jaxpaged.text.tokenizer import load_tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 
 _MASK_WAIT_SECONDS = 0.1  # then new requests and aborts are processed
 

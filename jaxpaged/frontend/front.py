@@ -12,12 +12,14 @@ from jaxpaged.core.messages import EngineInfo, EngineOutputs, Grammar
 from jaxpaged.core.reasoning import REASONING_FORMATS
 from jaxpaged.core.sampling_params import StructuredOutputsParams
 from jaxpaged.core.tool_formats import PLAIN_CALLS, ToolCallFormat
-from jaxpaged.frontend.input_processor import InputProcessor, ProcessedRequest, default_sampling_params
+from jaxpaged.frontend.generation_defaults import default_sampling_params
+from jaxpaged.frontend.input_processor import InputProcessor, ProcessedRequest
 from jaxpaged.frontend.metrics import Metrics
 from jaxpaged.frontend.output_processor import OutputProcessor, ProcessedOutputs
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.loading.json_files import read_generation_config
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,13 @@
 """Prompts, chats and sampling parameters in; checked requests for the engine out."""
 
-import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from typing import Any
 
-from jaxpaged.core.errors import ConfigError, NotSupportedError, RequestError
+from jaxpaged.core.errors import NotSupportedError, RequestError
 from jaxpaged.core.limits import LIMITS, Limits, check_at_most
 from jaxpaged.core.messages import EngineRequest, Grammar
 from jaxpaged.core.reasoning import ReasoningFormat, ReasoningStart
@@ -20,23 +18,15 @@ from jaxpaged.core.sampling_params import (
     num_beam_candidates,
 )
 from jaxpaged.core.tool_formats import PLAIN_CALLS, ToolCallFormat
+from jaxpaged.frontend.answer_forms import AnswerForms, OwnCalls
 from jaxpaged.frontend.context_window import ContextWindow
 from jaxpaged.frontend.output_processor import sequence_ids
-from jaxpaged.text.answer_grammar import CallGrammar, answer_grammar
-from jaxpaged.text.bounded_cache import BoundedCache
 from jaxpaged.text.conversation import normalize_messages
 from jaxpaged.text.structured_outputs import GrammarCompiler
 from jaxpaged.text.template_traits import content_text
 from jaxpaged.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 MAX_PRIORITY = 2**31 - 1
-MAX_GRAMMARS = 256  # in the cache
-MAX_GRAMMARS_BYTES = 2**24  # of their texts
-# Keys of a generation_config.json that set defaults, and the sampling parameters that they set.
-_GENERATION_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-                    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +40,6 @@ class ChatPrompt:
     text: str
     token_ids: list[int]
     reasoning: ReasoningStart | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OwnCalls:
-    """Calls that an answer may consist of, in place of its structured output.
-
-    Attributes:
-        call: structured output of the JSON object of one.
-        format: how the model writes them.
-        one: there is only one.
-    """
-
-    call: StructuredOutputsParams
-    format: ToolCallFormat
-    one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +91,12 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._max_n, self._max_logprobs = max_n, min(max_logprobs, vocab_size)
         self._limits = limits
-        self._make_grammar = make_grammar or GrammarCompiler(self._limits).grammar
+        self._forms = AnswerForms(tokenizer, reasoning, make_grammar or GrammarCompiler(limits).grammar)
         self._eos = frozenset(eos_token_ids)
         self._default = SamplingParams(**(default_params or {}))
         self._takes_priorities = takes_priorities
         self._reasoning, self._tool_calls = reasoning, tool_calls
         self._context = ContextWindow(max_model_len, tokenizer.max_token_chars if tokenizer is not None else None)
-        self._grammars: BoundedCache[bytes, Grammar] = BoundedCache(MAX_GRAMMARS, MAX_GRAMMARS_BYTES)
-        self._dropped: set[str] = set()
 
     @property
     def max_n(self) -> int:
@@ -201,8 +174,8 @@ class InputProcessor:
         self._check_token_ids(params)
         grammar = None
         if params.structured_outputs is not None:
-            reasoning = self._start_of_form(reasoning)
-            grammar = self._answer_grammar(params.structured_outputs, reasoning, text, ids, calls)
+            reasoning = self._forms.start_of_form(reasoning)
+            grammar = self._forms.answer_grammar(params.structured_outputs, reasoning, text, ids, calls)
         if params.min_tokens > max_tokens:
             raise RequestError(f"min_tokens must not exceed the {max_tokens} tokens that fit", param="min_tokens")
         if params.use_beam_search:
@@ -300,57 +273,8 @@ class InputProcessor:
                 raise RequestError(f"token ids in {name} must be below {self._vocab_size}", param=name)
 
     def grammar(self, wanted: StructuredOutputsParams) -> Grammar:
-        """The grammar of structured outputs, known to compile.
-
-        What has been checked is remembered: a check costs 0.6 ms to 140 ms by the size, in a server in a process that
-        can be killed. Repeated for each request it takes a sixth more CPU with a small schema, and three times the
-        latency with 50 tools (a tiny model, 16 clients). The compiled form, which cannot leave the engine's process
-        and costs 0.4 ms to 250 ms per choice, is cached there.
-
-        Raises:
-            RequestError: it cannot be compiled, or not with this tokenizer.
-        """
-        if self._needed_tokenizer("structured_outputs").byte_rule is None:
-            raise NotSupportedError("structured_outputs is not supported with this tokenizer",
-                                    param="structured_outputs")
-        try:
-            key = hashlib.sha256(repr(wanted).encode(errors="surrogatepass")).digest()
-        except RecursionError:
-            raise RequestError("the JSON schema is nested too deeply", param="structured_outputs") from None
-        grammar = self._grammars.get(key)
-        if grammar is None:
-            grammar = self._make_grammar(wanted)
-            for keyword in grammar.dropped:
-                if keyword not in self._dropped:
-                    self._dropped.add(keyword)
-                    logger.warning("ignoring %s in the JSON schema of a tool that is not strict: it cannot be enforced",
-                                   keyword)
-            self._grammars.put(key, grammar, len(grammar.text))
-        return grammar
-
-    def _start_of_form(self, start: ReasoningStart | None) -> ReasoningStart | None:
-        """Where an answer begins that has a form: a model that knows no marks does not reason of itself."""
-        if start is None or start.opened or self._knows_marks:
-            return start
-        return replace(start, phase="before" if start.phase == "inside" else start.phase)
-
-    @cached_property
-    def _knows_marks(self) -> bool:
-        assert self._reasoning is not None
-        return self._needed_tokenizer("structured_outputs").knows_mark(self._reasoning.begin)
-
-    def _answer_grammar(self, wanted: StructuredOutputsParams, reasoning: ReasoningStart | None, text: str | None,
-                        ids: Sequence[int], calls: OwnCalls | None) -> Grammar:
-        """What the output has to match: structured output or calls, behind the reasoning."""
-        form = self.grammar(wanted)
-        tokenizer = self._needed_tokenizer("structured_outputs")
-        if reasoning is None and self._reasoning is not None:
-            text = tokenizer.decode(ids, skip_special_tokens=False) if text is None else text
-            reasoning = self._reasoning.start_of_text(text)
-        elif reasoning is not None and not (reasoning.opened or self._knows_marks):
-            reasoning = None
-        own = None if calls is None else CallGrammar(self.grammar(calls.call), calls.format, calls.one)
-        return answer_grammar(form, reasoning, tokenizer, space=wanted.is_json, calls=own)
+        """The grammar of structured outputs, known to compile; see `AnswerForms.grammar`."""
+        return self._forms.grammar(wanted)
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the start of a text and after a space."""
@@ -408,25 +332,3 @@ def _check_beams(params: SamplingParams, num_end_ids: int) -> None:
         max_beams = MAX_BEAM_CANDIDATES // num_beam_candidates(1, num_end_ids)
         raise RequestError(f"a beam search has at most {max_beams} beams here",
                            param="best_of" if params.best_of else "n")
-
-
-def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that a model's generation_config.json sets, for requests that do not set them.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
-    found = {}
-    for key, name in _GENERATION_KEYS.items():
-        value = generation_config.get(key)
-        if value is None:
-            continue
-        try:
-            SamplingParams(**{name: value})
-        except RequestError as error:
-            raise ConfigError(f"generation_config.json: {error}; correct it, or start with --generation-config vllm"
-                              ) from error
-        else:
-            if name == "max_tokens" or value != SamplingParams.__dataclass_fields__[name].default:
-                found[name] = value
-    return found

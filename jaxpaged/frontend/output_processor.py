@@ -1,7 +1,6 @@
 """Running requests as text: the engine's token deltas in, RequestOutputs out.
 
-A request has one choice per sequence of the engine. A choice detokenizes, finds stop strings and collects log
-probabilities; the request puts its choices together.
+A request has one choice per sequence of the engine, and puts the outputs of its choices together.
 """
 
 import logging
@@ -10,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpaged.core.errors import RequestError
-from jaxpaged.core.messages import PackedLogprobs, TokenDelta, TokenLogprobs
+from jaxpaged.core.messages import TokenDelta
 from jaxpaged.core.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from jaxpaged.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.frontend.choice_output import ChoiceOutput
 from jaxpaged.frontend.lazy_logprobs import LazyLogprobs, LazyPromptLogprobs
-from jaxpaged.text.detokenizer import IncrementalDetokenizer
-from jaxpaged.text.stop_strings import StopStrings
 from jaxpaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +78,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, lazy_logprobs: bool = False) -> None:
         self._tokenizer, self._lazy_logprobs = tokenizer, lazy_logprobs
         self._requests: dict[str, _RequestState] = {}
-        self._sequences: dict[str, tuple[_RequestState, _Choice]] = {}
+        self._sequences: dict[str, tuple[_RequestState, ChoiceOutput]] = {}
 
     def add_request(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams,
                     arrival_time: float) -> list[str]:
@@ -105,7 +103,7 @@ class OutputProcessor:
         ids = sequence_ids(request_id, params.num_sequences)
         engine_params = params.for_engine()
         for index, sequence_id in enumerate(ids):
-            choice = _Choice(index, sequence_id, engine_params, tokenizer, request.prompt_token_ids,
+            choice = ChoiceOutput(index, sequence_id, engine_params, tokenizer, request.prompt_token_ids,
                              self._lazy_logprobs)
             request.choices.append(choice)
             self._sequences[sequence_id] = request, choice
@@ -164,7 +162,7 @@ class OutputProcessor:
                 done.outputs.append(output)
         return done
 
-    def _add_delta(self, request: "_RequestState", choice: "_Choice", delta: TokenDelta, now: float,
+    def _add_delta(self, request: "_RequestState", choice: ChoiceOutput, delta: TokenDelta, now: float,
                    done: ProcessedOutputs) -> None:
         before = choice.num_tokens
         choice.add_delta(delta)
@@ -200,7 +198,7 @@ class _RequestState:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     arrival_time: float
-    choices: list["_Choice"] = field(default_factory=list)
+    choices: list[ChoiceOutput] = field(default_factory=list)
     num_cached_tokens: int = 0
     scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -214,7 +212,7 @@ class _RequestState:
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def add_delta(self, delta: TokenDelta, choice: "_Choice") -> None:
+    def add_delta(self, delta: TokenDelta, choice: ChoiceOutput) -> None:
         """Update what a delta of one choice says about the request as a whole."""
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
@@ -267,159 +265,3 @@ class _RequestState:
     def _metrics(self) -> RequestMetrics:
         return RequestMetrics(self.arrival_time, self.scheduled_time, self.first_token_time, self.last_token_time,
                               self.finished_time, sum(choice.num_preemptions for choice in self.choices))
-
-
-class _Choice:
-    """The output of one sequence of a request.
-
-    Attributes:
-        index: its index among the request's choices.
-        sequence_id: the engine's id for it.
-        num_tokens: number of tokens so far.
-        num_preemptions: number of times that the engine has preempted it.
-        finish_reason: None while it runs.
-        has_new_output: whether something has come since the last output.
-        weights_version: of the weights that made its newest tokens.
-    """
-
-    def __init__(self, index: int, sequence_id: str, params: SamplingParams, tokenizer: Tokenizer | None,
-                 prompt_token_ids: Sequence[int], lazy_logprobs: bool) -> None:
-        self.index = index
-        self.sequence_id = sequence_id
-        self.num_tokens = 0
-        self.num_preemptions = 0
-        self.finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
-        self._keep_stop = params.include_stop_str_in_output
-        self._detokenizer = (IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-                             if tokenizer else None)
-        self._stops = StopStrings(params.stop_strings) if params.stop_strings else None
-        # A special token that the text does not show still ends it where its text is a stop string.
-        self._hidden_stops: dict[int, str] = {} if tokenizer is None or not params.skip_special_tokens else {
-            number: text for text in params.stop_strings if (number := tokenizer.special_id(text)) is not None}
-        self._min_tokens = params.min_tokens
-        self._wants_logprobs = params.logprobs is not None
-        self._decoded = tokenizer.token_text if tokenizer else None
-        self._cumulative_logprob = 0.0
-        self._text_length = 0
-        # What no output holds yet; for cumulative outputs, everything.
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._packed = PackedLogprobs() if lazy_logprobs else None  # instead
-        self._text_offsets: list[int] = []
-        self.has_new_output = False
-        self.weights_version = -1
-        self._weight_versions: tuple[tuple[int, int], ...] = ()
-
-    def begin_weights(self, version: int) -> None:
-        """Further tokens are made by these weights."""
-        self.weights_version = version
-        self._weight_versions += ((self.num_tokens, version),)
-
-    def add_delta(self, delta: TokenDelta) -> None:
-        """Add the engine's newest tokens."""
-        self.has_new_output = True
-        ids, end = delta.token_ids, delta.finish_reason
-        self.num_preemptions = max(self.num_preemptions, delta.num_preemptions)
-        hidden = end == "stop" and not (self._keep_stop and delta.stop_reason is not None)
-        shown = ids[:-1] if hidden else ids
-        if self._detokenizer is not None:
-            used = self._add_text(shown, end is not None)
-            ids = ids if used is None else ids[:used]
-        self._token_ids += ids
-        self.num_tokens += len(ids)
-        if self._wants_logprobs:
-            self._add_logprobs(ids, delta.logprobs)
-        if self.finish_reason is None and end is not None:
-            self.finish_reason, self._stop_reason = end, delta.stop_reason
-
-    def _add_text(self, ids: Sequence[int], last: bool) -> int | None:
-        """Add the text of tokens; return the number of tokens up to the end of a stop string, None without one."""
-        detokenizer, stops = self._detokenizer, self._stops
-        assert detokenizer is not None
-        if stops is None and not self._wants_logprobs:
-            self._texts.append(detokenizer.add_tokens(ids) + (detokenizer.finish() if last else ""))
-            return None
-        for number, token_id in enumerate(ids, 1):
-            if self._wants_logprobs:
-                self._text_offsets.append(self._text_length)
-            ends = self.num_tokens + number > self._min_tokens  # before that no stop string counts
-            if ends and token_id in self._hidden_stops:
-                self._finish_text(stops, detokenizer, ends)
-                if self.finish_reason is None:
-                    self.finish_reason, self._stop_reason = "stop", self._hidden_stops[token_id]
-                return number
-            if self._release(stops, detokenizer.add_tokens((token_id,)), ends):
-                return number
-        if last:
-            ends = self.num_tokens + len(ids) > self._min_tokens
-            if self._finish_text(stops, detokenizer, ends):
-                return len(ids)
-        return None
-
-    def _finish_text(self, stops: StopStrings | None, detokenizer: IncrementalDetokenizer, ends: bool) -> bool:
-        """Add all text that is still held back; True if a stop string ends it."""
-        found = self._release(stops, detokenizer.finish(), ends)
-        if not found and stops is not None:
-            self._texts.append(stops.release())
-        return found
-
-    def _add_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        for token_id, found in zip(ids, logprobs, strict=False):  # a stop string may have cut the ids
-            self._cumulative_logprob += found.logprob
-            if self._packed is None:
-                self._logprobs.append(self.logprob_entry(token_id, found))
-        if self._packed is not None:
-            self._packed.extend(logprobs[: len(ids)])
-        hidden = len(self._token_ids) - len(self._text_offsets)
-        self._text_offsets += [self._text_length] * hidden
-
-    def logprob_entry(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
-        """One position: the token that is there, then the alternatives."""
-        entry = {token_id: self._logprob(token_id, found.logprob, found.rank)}
-        for rank, (other, logprob) in enumerate(found.top, 1):
-            entry.setdefault(other, self._logprob(other, logprob, rank))
-        return entry
-
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(logprob, rank, self._decoded(token_id) if self._decoded else None)
-
-    def _release(self, stops: StopStrings | None, text: str, ends: bool) -> bool:
-        """Add text as far as it is decided; True if a stop string ends it."""
-        self._text_length += len(text)
-        if stops is None:
-            self._texts.append(text)
-            return False
-        text, found = stops.add_text(text, ends)
-        if found is not None:
-            self.finish_reason, self._stop_reason = "stop", found
-            if not self._keep_stop:
-                text = text[:-len(found)]
-        self._texts.append(text)
-        return found is not None
-
-    def fail(self) -> None:
-        """End with an error."""
-        self.has_new_output = True
-        self.finish_reason = "error"
-
-    def output(self, whole: bool) -> CompletionOutput:
-        """Everything so far if `whole`, else what is new since the last call."""
-        text = "".join(self._texts)
-        output = CompletionOutput(self.index, text, tuple(self._token_ids), finish_reason=self.finish_reason,
-                                  stop_reason=self._stop_reason, weight_versions=self._weight_versions)
-        if self._wants_logprobs:
-            output = replace(output, cumulative_logprob=self._cumulative_logprob, logprobs=self._entries(),
-                             text_offsets=tuple(self._text_offsets))
-        self._texts = [text] if whole else []
-        if not whole:
-            self._token_ids, self._logprobs, self._text_offsets = [], [], []
-            self._packed = None if self._packed is None else PackedLogprobs()
-        self.has_new_output = False
-        return output
-
-    def _entries(self) -> Sequence[dict[int, Logprob]]:
-        if self._packed is None:
-            return tuple(self._logprobs)
-        return LazyLogprobs(tuple(self._token_ids), self._packed, self.logprob_entry)

@@ -15,15 +15,9 @@ from jaxpaged.core.sampling_params import SchemaPart
 from jaxpaged.text.disjoint_schemas import Disjointness
 from jaxpaged.text.regex_constructs import translate_regex
 from jaxpaged.text.schema_formats import COMPILED_FORMATS, FORMAT_PATTERNS, INTEGER_FORMATS
-from jaxpaged.text.schema_nodes import SchemaNode, schema_error, subschemas
-from jaxpaged.text.schema_numbers import (
-    bound,
-    divisor,
-    exact_number,
-    have_common_multiple,
-    next_inside,
-    num_remainders,
-)
+from jaxpaged.text.schema_nodes import APPLICATORS, BOUNDS, REFERENCES, SchemaNode, schema_error, subschemas
+from jaxpaged.text.schema_numbers import bound, divisor, exact_number, have_common_multiple, num_remainders
+from jaxpaged.text.schema_passes import avoid_exclusive, check_cycles, check_names, joins_numbers, resolve_one_of
 from jaxpaged.text.schema_recursion import depth, endless_definitions
 from jaxpaged.text.schema_refs import Document, Located, RefError
 
@@ -31,10 +25,6 @@ _MAX_COUNT = 2**24  # more characters or items than any text has
 _MAX_STEPS = 8  # references followed from one to the next
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_OF_NUMBERS = (*_BOUNDS, "multipleOf")
-_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_APPLICATORS = (*_REFERENCES, "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 # Keywords that no grammar here can say, save for some values. All others that are not handled here are notes.
 _UNSUPPORTED = ("contains", "uniqueItems", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
                 "if", "not", "unevaluatedItems", "unevaluatedProperties")
@@ -116,7 +106,7 @@ class _Translator:
         while self._waiting:
             name, found, scope = self._waiting.pop()
             definitions[name] = self._translate(found, scope)
-        self._check_cycles(definitions)
+        check_cycles(definitions)
         for name in endless_definitions(definitions):
             raise schema_error("a schema", definitions[name].place, "has only values without end: it requires itself")
         if not isinstance(root, SchemaNode):
@@ -125,14 +115,15 @@ class _Translator:
                       depth(root, definitions), self._limits.max_schema_levels)
         root["$defs"] = definitions
         self._result.root = root
-        self._resolve_one_of(Disjointness(definitions))
-        joined = self._joins_numbers()
+        self._result.dropped += resolve_one_of(root, Disjointness(definitions))
+        joined = joins_numbers(root)
         if joined and not have_common_multiple(list(self._divisors)):
             raise schema_error("multipleOf", list(self._divisors.values())[-1],
                                "has no common multiple with another multipleOf that is small enough")
         for node in list(subschemas(root)):
-            _avoid_exclusive(node, joined)
-        self._check_names()
+            avoid_exclusive(node, joined)
+        if self._result.needs_escapes:
+            check_names(root)
         return self._result
 
     def _translate(self, found: Located, scope: _Scope) -> Any:
@@ -155,7 +146,7 @@ class _Translator:
 
     def _keyword(self, schema: _Schema, key: str, value: Any) -> None:
         out = schema.out
-        if key in _REFERENCES:
+        if key in REFERENCES:
             self._reference(schema, key)
         elif key == "type":
             out[key] = self._type(schema, value)
@@ -175,7 +166,7 @@ class _Translator:
             self._required(schema, value)
         elif key in _COUNTS:
             self._count(schema, key, value)
-        elif key in _BOUNDS:
+        elif key in BOUNDS:
             self._bound(schema, key, value)
         elif key == "multipleOf":
             self._multiple_of(schema, value)
@@ -342,7 +333,7 @@ class _Translator:
         if key == "unevaluatedItems":
             return _is_anything(value) or "items" in node
         if key == "unevaluatedProperties":
-            if value is False and node.keys().isdisjoint((*_APPLICATORS, "additionalProperties")):
+            if value is False and node.keys().isdisjoint((*APPLICATORS, "additionalProperties")):
                 schema.out["additionalProperties"] = False
                 return True
             return _is_anything(value) or "additionalProperties" in node
@@ -405,74 +396,9 @@ class _Translator:
             del out["minProperties"]  # a name may be written twice, which no grammar here can see
             self._refuse(schema, "minProperties", "cannot be met exactly")
 
-    def _check_cycles(self, definitions: Mapping[str, Any]) -> None:
-        """Refuse references that lead back to themselves and describe nothing."""
-        checked: set[str] = set()
-        for name in definitions:
-            seen: set[str] = set()
-            while name not in checked and isinstance(node := definitions[name], SchemaNode) and node.keys() == {"$ref"}:
-                if name in seen:
-                    raise schema_error("$ref", node.place, "leads back to itself")
-                seen.add(name)
-                name = node["$ref"].removeprefix("#/$defs/")
-            checked |= seen
-
-    def _resolve_one_of(self, disjointness: Disjointness) -> None:
-        """Turn `oneOf` into `anyOf` where no value fits two of its schemas."""
-        for node in list(subschemas(self._result.root)):
-            options = node.get("oneOf")
-            if options is None:
-                continue
-            if not disjointness.all_disjoint(options):
-                if not node.lenient:
-                    raise schema_error("oneOf", node.place, "may have values that fit two of its schemas; "
-                                       "use anyOf")
-                self._result.dropped.append("oneOf")
-            items = list(node.items())
-            node.clear()
-            for key, value in items:
-                if key != "oneOf":
-                    node[key] = [*node.get("allOf", ()), *value] if key == "allOf" else value
-                elif any(other == "anyOf" for other, _ in items):
-                    node["allOf"] = [*node.get("allOf", ()), SchemaNode(node.place, node.lenient, {"anyOf": value})]
-                else:
-                    node["anyOf"] = value
-
-    def _check_names(self) -> None:
-        """Refuse names of the model's choice where it may write them as escapes: they could be known ones."""
-        for node in subschemas(self._result.root) if self._result.needs_escapes else ():
-            if node.keys() & {"properties", "required"} and node.get("additionalProperties") is not False:
-                raise schema_error("additionalProperties", node.place, "must be false in a schema whose constants "
-                                   "hold control characters")
-
-    def _joins_numbers(self) -> bool:
-        """Whether a number may have to fit two schemas of numbers."""
-        return any("allOf" in node or not (node.keys().isdisjoint(_APPLICATORS) or node.keys().isdisjoint(_OF_NUMBERS))
-                   for node in subschemas(self._result.root))
-
 
 class _InexactError(Exception):
     """A number that the compiler cannot write."""
-
-
-def _avoid_exclusive(node: SchemaNode, joined: bool) -> None:
-    """Include the double next to an exclusive integer where the compiler would include the integer itself.
-
-    It does so beside another bound less than 1 away, which other schemas may hold if `joined`.
-    """
-    for lower in (True, False) if node.get("type") != "integer" else ():
-        names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-        same, other, exclusive, other_exclusive = names if lower else (names[1], names[0], names[3], names[2])
-        value = node.get(exclusive)
-        near = joined or any(abs(node[key] - value) < 1 for key in (other, other_exclusive) if key in node and value
-                             is not None)
-        if value is None or not near or (inside := next_inside(value, lower=lower)) is None:
-            continue
-        del node[exclusive]
-        if same in node:
-            node["allOf"] = [*node.get("allOf", ()), SchemaNode(node.place, node.lenient, {same: inside})]
-        else:
-            node[same] = inside
 
 
 def _is_anything(schema: Any) -> bool:

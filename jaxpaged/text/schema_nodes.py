@@ -7,6 +7,10 @@ from jaxpaged.core.errors import RequestError
 
 _MAX_PLACE_CHARS = 80
 
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+APPLICATORS = (*REFERENCES, "allOf", "anyOf", "oneOf", "if", "dependentSchemas")  # of schemas for the same value
+
 
 class SchemaNode(dict[str, Any]):
     """A schema in a prepared one.

@@ -17,9 +17,10 @@ from jaxpaged.core.errors import EngineDeadError, NotSupportedError, RequestErro
 from jaxpaged.core.limits import LIMITS
 from jaxpaged.core.messages import EngineInfo
 from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
+from jaxpaged.frontend.answer_forms import OwnCalls
 from jaxpaged.frontend.embeddings import EMBEDDING_PARAMS, for_embedding
 from jaxpaged.frontend.front import Front
-from jaxpaged.frontend.input_processor import OwnCalls, ProcessedRequest
+from jaxpaged.frontend.input_processor import ProcessedRequest
 from jaxpaged.server.args import BODIES, ServerConfig
 from jaxpaged.server.engine.client import EngineClient
 from jaxpaged.server.engine.output_stream import OutputStream

@@ -19,7 +19,7 @@ from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.models.metadata import make_metadata
 from jaxpaged.pallas_kernels import kv_pages, reference
 from jaxpaged.pallas_kernels.kv_pages import LARGEST, max_addressable, page_dtype, quantize
-from jaxpaged.text.tokenizer import load_tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support.paged_model import load
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, Reference, random_weights, write_model
 

@@ -11,15 +11,13 @@ from jaxpaged.core.errors import ConfigError, ContextLengthError, RequestError
 from jaxpaged.core.messages import Grammar
 from jaxpaged.core.reasoning import REASONING_FORMATS
 from jaxpaged.core.sampling_params import SamplingParams, StructuredOutputsParams
-from jaxpaged.frontend.input_processor import (
-    MAX_GRAMMARS,
-    MAX_GRAMMARS_BYTES,
-    InputProcessor,
-    default_sampling_params,
-)
+from jaxpaged.frontend.answer_forms import MAX_GRAMMARS, MAX_GRAMMARS_BYTES
+from jaxpaged.frontend.generation_defaults import default_sampling_params
+from jaxpaged.frontend.input_processor import InputProcessor
 from jaxpaged.frontend.output_processor import OutputProcessor
 from jaxpaged.text.structured_outputs import GrammarCompiler
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support.tiny_tokenizers import TEMPLATE, byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
 
 TOKENIZER = wrap(sentencepiece_metadata())
@@ -243,9 +241,9 @@ def test_a_repeated_grammar_is_compiled_once() -> None:
     for number in range(MAX_GRAMMARS):
         inputs.grammar(StructuredOutputsParams(regex=f"a{number}"))
     inputs.grammar(StructuredOutputsParams(json={"type": "string"}))
-    assert len(made) == 2 + MAX_GRAMMARS + 1 and len(inputs._grammars) == MAX_GRAMMARS
+    assert len(made) == 2 + MAX_GRAMMARS + 1 and len(inputs._forms._grammars) == MAX_GRAMMARS
     inputs.grammar(StructuredOutputsParams(json_object=True))
-    assert len(inputs._grammars) == MAX_GRAMMARS and inputs._grammars.num_bytes <= MAX_GRAMMARS_BYTES
+    assert len(inputs._forms._grammars) == MAX_GRAMMARS and inputs._forms._grammars.num_bytes <= MAX_GRAMMARS_BYTES
 
 
 def test_a_schema_that_cannot_be_a_key_is_refused() -> None:

@@ -444,7 +444,7 @@ def test_tokens_cut_off_at_a_stop_string_are_not_counted() -> None:
 
 
 def test_the_real_model(smollm2_path: Path) -> None:
-    from jaxpaged.text.tokenizer import load_tokenizer
+    from jaxpaged.text.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(smollm2_path)
     text = " naïve 日本語 👍🏽 text\n\nUser: no more"

@@ -18,7 +18,7 @@ from jaxpaged.core.errors import CheckpointError
 from jaxpaged.engine.engine import Engine
 from jaxpaged.loading.checkpoint import open_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint
-from jaxpaged.text.tokenizer import load_tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, random_weights, write_model
 

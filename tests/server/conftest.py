@@ -7,7 +7,8 @@ import pytest
 
 from jaxpaged.core.config import DEFAULT_MODEL
 from jaxpaged.loading.hub import resolve_model
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support.live_server import LiveServer
 
 

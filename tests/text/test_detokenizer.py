@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from jaxpaged.text.detokenizer import IncrementalDetokenizer
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support.tiny_tokenizers import byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
 
 SENTENCEPIECE = wrap(sentencepiece_metadata())

@@ -14,7 +14,7 @@ import pytest
 from jaxpaged.core.errors import RequestError
 from jaxpaged.core.sampling_params import SchemaPart, StructuredOutputsParams
 from jaxpaged.text.structured_outputs import GrammarCompiler
-from jaxpaged.text.tokenizer import load_tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support.random_walk import RandomModel, random_model
 from tests.support.schema_judge import errors
 

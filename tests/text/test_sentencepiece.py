@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.errors import CheckpointError
 from jaxpaged.text.sentencepiece import build_tokenizer, read_model
-from jaxpaged.text.tokenizer import load_tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 
 DATA = Path(__file__).parents[1] / "support" / "data"
 ROWS: dict[str, list[dict[str, Any]]] = json.loads((DATA / "sentencepiece.json").read_text())

@@ -17,7 +17,8 @@ from tokenizers import Regex, pre_tokenizers
 from jaxpaged.core.errors import CheckpointError, ConfigError, RequestError
 from jaxpaged.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from jaxpaged.text.gguf_tokenizer import read_gguf_tokenizer
-from jaxpaged.text.tokenizer import Tokenizer, load_tokenizer
+from jaxpaged.text.tokenizer import Tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support.live_server import write_tiny_model
 from tests.support.tiny_tokenizers import CONTROL, byte_level_metadata, sentencepiece_metadata, wordpiece, wrap
 
@@ -159,7 +160,7 @@ importlib.util.find_spec = lambda name, *more: None if name == "torch" else find
 importlib.metadata.version = no_torch
 sys.modules["torch"] = sys.modules["jax"] = None
 from pathlib import Path
-from jaxpaged.text.tokenizer import load_tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 assert "transformers" not in sys.modules
 tokenizer = load_tokenizer(Path(sys.argv[1]))
 tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
@@ -175,7 +176,7 @@ def test_a_class_without_rules_of_its_own_is_that_of_transformers(tmp_path: Path
     from transformers import AutoTokenizer
 
     folder = write_tiny_model(tmp_path / "model")
-    code = "import sys\nfrom pathlib import Path\nfrom jaxpaged.text.tokenizer import load_tokenizer\n" \
+    code = "import sys\nfrom pathlib import Path\nfrom jaxpaged.text.tokenizer_files import load_tokenizer\n" \
            "load_tokenizer(Path(sys.argv[1]))\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True, timeout=60)
     for name in ("PreTrainedTokenizerFast", "TokenizersBackend", "GPT2Tokenizer"):

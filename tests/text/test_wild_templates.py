@@ -16,7 +16,7 @@ from jaxpaged.text.chat_template import ChatTemplate, TemplateJob
 from jaxpaged.text.conversation import normalize_messages
 from jaxpaged.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxpaged.text.template_traits import ROLES
-from jaxpaged.text.tokenizer import load_tokenizer
+from jaxpaged.text.tokenizer_files import load_tokenizer
 from tests.support import chat_templates as families
 from tests.support.live_server import write_tiny_model
 from tests.support.tiny_tokenizers import sentencepiece_metadata, wrap
