@@ -35,7 +35,8 @@ Work = GpuAttention | xla_paged_attention.XlaTileList | None
 
 
 @partial(jax.tree_util.register_dataclass,
-         data_fields=["slot", "position", "page", "offset", "cos", "sin", "block_table", "work"], meta_fields=[])
+         data_fields=["slot", "position", "page", "offset", "cos", "sin", "block_table", "work"],
+         meta_fields=["target"])
 @dataclass(frozen=True)
 class AttentionMetadata:
     """What one layer reads of a step.
@@ -47,6 +48,7 @@ class AttentionMetadata:
         cos, sin: [T, H // 2] float32 rotary angles.
         block_table: [slots + 1, width] pages of each slot; the last row is the null slot of padding.
         work: what the attention path needs; its type says which path.
+        target: the GPU, if it runs on one.
     """
 
     slot: jax.Array
@@ -57,6 +59,7 @@ class AttentionMetadata:
     sin: jax.Array
     block_table: jax.Array
     work: Work
+    target: GpuTarget | None
 
     @property
     def valid(self) -> jax.Array:
@@ -88,7 +91,8 @@ class LayerIndices:
 
 
 @partial(jax.tree_util.register_dataclass,
-         data_fields=["slot", "position", "page", "offset", "angles", "block_table", "work"], meta_fields=["layers"])
+         data_fields=["slot", "position", "page", "offset", "angles", "block_table", "work"],
+         meta_fields=["layers", "target"])
 @dataclass(frozen=True)
 class StepMetadata:
     """What the layers of one step share.
@@ -110,12 +114,13 @@ class StepMetadata:
     block_table: jax.Array
     work: tuple[Work, ...]
     layers: tuple[LayerIndices, ...]
+    target: GpuTarget | None = None
 
     def of_layer(self, layer: int) -> AttentionMetadata:
         indices = self.layers[layer]
         cos, sin = self.angles[indices.angles]
         return AttentionMetadata(self.slot, self.position, self.page[indices.unit], self.offset, cos, sin,
-                                 self.block_table[indices.unit], self.work[indices.work])
+                                 self.block_table[indices.unit], self.work[indices.work], self.target)
 
 
 def make_metadata(
@@ -154,7 +159,8 @@ def make_metadata(
         slot=slot, position=position, page=page, offset=position % block_size,
         angles=tuple(_angles(position, rope, size) for rope, size in rules), block_table=block_table,
         work=tuple(map(work_of, shapes)),
-        layers=tuple(LayerIndices(*indices) for indices in zip(rule_of, shape_of, config.kv_layout.units, strict=True)))
+        layers=tuple(LayerIndices(*indices) for indices in zip(rule_of, shape_of, config.kv_layout.units, strict=True)),
+        target=target)
 
 
 def gpu_tiles(

@@ -56,7 +56,7 @@ class DecoderLayer(nnx.Module):
         return self._add_normed(x, self._mlp(_apply(self.mlp_norm, x), meta), self.mlp_post_norm), pages
 
     def _mlp(self, x: jax.Array, meta: AttentionMetadata) -> jax.Array:
-        return self.mlp(x, meta.valid) if isinstance(self.mlp, Experts) else self.mlp(x)
+        return self.mlp(x, meta.valid, meta.target) if isinstance(self.mlp, Experts) else self.mlp(x)
 
     def _add_normed(self, x: jax.Array, y: jax.Array, norm: Norm | None) -> jax.Array:
         if self.norms_sum:

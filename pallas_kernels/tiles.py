@@ -151,3 +151,53 @@ PACKED_LINEAR: dict[str, dict[str, tuple[PackedTiles, ...]]] = {
 # Of 64 rows, where groups are shorter than a block: scales and sums of several groups are in registers at once, and
 # with half the warps they spill.
 PACKED_SHORT_GROUPS = PackedTiles(64, 128, 8, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """A program of one grouped product: rows (ascending; a tile takes the first that holds it), columns, depth."""
+
+    rows: tuple[int, ...]
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The tiles of both products of experts, of equally many rows."""
+
+    gated: ProductTiles
+    down: ProductTiles
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTable:
+    """A generation's tiles, by the rows that an expert gets.
+
+    Attributes:
+        few, many, most: up to 16 on average, up to 96, and more.
+        narrow: in place of either of `few`, where there would be less than two waves of programs: as many bytes are
+            under way, in twice the programs.
+        wide: of float32, which is multiplied as such, without tensor cores.
+    """
+
+    few: ExpertTiles
+    many: ExpertTiles
+    most: ExpertTiles
+    narrow: ProductTiles
+    wide: ExpertTiles
+
+
+_FEW = ExpertTiles(ProductTiles((16,), 64, 64, 4, 3), ProductTiles((16,), 64, 64, 4, 4))
+_NARROW = ProductTiles((16,), 32, 128, 4, 3)
+_WIDE = ExpertTiles(ProductTiles((16,), 32, 32, 4, 3), ProductTiles((16,), 32, 32, 4, 3))
+_SHALLOW = ExpertTiles(ProductTiles((16, 64), 64, 32, 4, 3), ProductTiles((16, 64), 128, 32, 4, 3))
+_DEEP = ExpertTiles(ProductTiles((16, 64), 64, 64, 4, 3), ProductTiles((16, 64), 128, 64, 4, 3))
+_MOST = ProductTiles((16, 128), 128, 64, 8, 3)
+EXPERT_PRODUCTS: dict[str, ExpertTable] = {
+    "ampere": ExpertTable(_FEW, _SHALLOW, _SHALLOW, _NARROW, _WIDE),
+    "ada": ExpertTable(_FEW, _SHALLOW, _SHALLOW, _NARROW, _WIDE),
+    "hopper": ExpertTable(_FEW, _DEEP, ExpertTiles(_MOST, _MOST), _NARROW, _WIDE),
+}

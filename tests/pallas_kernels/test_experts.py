@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.pallas_kernels import native_experts, reference, xla_experts
+from jaxpaged.pallas_kernels import gpu_experts, native_experts, reference, xla_experts
+from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.native_build import build
 from jaxpaged.pallas_kernels.routing import RoutingRule, choose_experts
+from jaxpaged.pallas_kernels.tiles import ExpertTiles, ProductTiles
 
 DTYPES = ("float32", "bfloat16", "float16")
 MARGIN = 1e-5  # between what is chosen and what is not; nearer, rounding decides
@@ -140,13 +142,19 @@ def test_the_specification_is_what_transformers_computes(name: str) -> None:
     np.testing.assert_allclose(y, wanted.reshape(50, 64).numpy(), atol=2e-5 * y.std(), rtol=2e-5)
 
 
-@pytest.fixture(scope="module", params=["xla", "native"])
+GPU = GpuTarget((9, 0), 4, interpret=True)
+GPU_TILES = ExpertTiles(ProductTiles((16, 32), 32, 16, 4, 3), ProductTiles((16, 32), 32, 32, 4, 3))
+
+
+@pytest.fixture(scope="module", params=["xla", "native", pytest.param("gpu", marks=pytest.mark.slow)])
 def experts(request: pytest.FixtureRequest, native_folder: Path) -> Callable[..., np.ndarray]:
     """What computes them."""
     if request.param == "native":
         if failure := build(native_folder, [native_experts.kernel_for(dtype) for dtype in DTYPES]):
             pytest.skip(f"the native kernel cannot be built here: {failure}")
         run = jax.jit(native_experts.experts)
+    elif request.param == "gpu":
+        run = jax.jit(partial(gpu_experts.experts, hidden=silu_gated, target=GPU, tiles=GPU_TILES))
     else:
         run = jax.jit(partial(xla_experts.experts, hidden=silu_gated))
     return lambda *args: np.asarray(run(*args))
@@ -216,3 +224,41 @@ def test_xla_holds_no_product_of_all_experts() -> None:
     memory = compiled.memory_analysis()
     pairs, one_expert = 64 * 4 * 256 * 4, 3 * 256 * 64 * 4
     assert memory is not None and memory.temp_size_in_bytes < 4 * pairs + 2 * one_expert
+
+
+@pytest.mark.parametrize("tokens", [13, pytest.param(60, marks=pytest.mark.slow)])
+def test_gpu_experts_with_biases_and_bounds(tokens: int) -> None:
+    """The kernels interpreted, with what gpt-oss has, against the XLA path; weights of padding's experts are NaN."""
+    rng = np.random.default_rng(tokens)
+    x, expert, weight, gate_up, down = draw(4, tokens, 6, 3, 24, 20)
+    bias = rng.standard_normal((6, 40)).astype(np.float32)
+    expert[expert == 5] = 6
+    gate_up[5] = bias[5] = down[5] = np.nan
+
+    def bounded(gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, 1.0)
+        return gate * jax.nn.sigmoid(1.7 * gate) * (jnp.clip(up, -1.0, 1.0) + 1)
+
+    args: Any = tuple(map(jnp.asarray, (x, expert, weight, gate_up, down)))
+    small = ProductTiles((16,), 32, 32, 4, 3)
+    tiles = ExpertTiles(small, small) if tokens == 13 else GPU_TILES
+    found = gpu_experts.experts(*args, hidden=bounded, bias=jnp.asarray(bias), target=GPU, tiles=tiles)
+    wanted = xla_experts.experts(*args, hidden=bounded, bias=jnp.asarray(bias))
+    np.testing.assert_allclose(found, wanted, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("pairs", [1, 300, pytest.param(9000, marks=pytest.mark.slow)])
+def test_pairs_are_ordered_by_expert_in_tiles(pairs: int) -> None:
+    """As a stable sort orders them, few by a kernel and many by XLA; every pair that is sent is in one tile."""
+    rng, count, rows = np.random.default_rng(pairs), 7, 16
+    expert = rng.integers(0, count + 1, pairs).astype(np.int32)
+    expert[expert == 3] = 2  # nobody is sent to this one
+    work = jax.jit(lambda expert: (lambda work: (work.order, work.tiles))(
+        gpu_experts.order_pairs(expert, count, rows, target=GPU)))(jnp.asarray(expert))
+    order, tiles = map(np.asarray, work)
+    np.testing.assert_array_equal(order, np.argsort(expert, kind="stable"))
+    used = tiles[tiles[:, 2] > 0]
+    assert used[:, 2].max(initial=0) <= rows and 3 not in used[:, 0]
+    sent = [(number, row) for number, first, held, _ in used for row in range(first, first + held)]
+    ordered = expert[order]
+    assert sent == [(ordered[row], row) for row in range(pairs) if ordered[row] < count]
