@@ -49,6 +49,8 @@ FORMATS = """
   Those whose groups are not a multiple of 32 inputs, of experts, of products whose tensors differ, and all on a GPU,
   are dequantized as they are read, tensor by tensor, in float32, and rounded once. Activations are not quantized,
   whatever the checkpoint says of them.
+- **Plain weights as 8 bits**: on a CPU, `--quantization int8` or `fp8` quantizes the layers of any plain checkpoint as
+  it is loaded, with a scale for each output; embedding, output head, routers and experts stay as they are.
 - **Tokenizers**: `tokenizer.json`, the GGUF file's own, or a SentencePiece file, `tokenizer.model`, alone.
 """
 

@@ -25,7 +25,7 @@ class PackedType:
 
     Attributes:
         name: a key of `native_packed.PER_WORD`.
-        group: inputs that share a scale, a multiple of `BLOCK`.
+        group: inputs that share a scale, a multiple of `BLOCK`; 0: all, before it is known how many there are.
         zeros: each group has zero points, too.
         order: the groups are not runs of inputs: these are put into an order first. Equal texts are equal orders.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.models.config import AttentionSpec, ExpertsSpec, ModelConfig
+from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LatentSpec, ModelConfig
 from jaxpaged.models.quantization import BLOCK, LEAVES, PANEL, WEIGHTS, PackedType
 from jaxpaged.models.rotary import head_order
 
@@ -172,7 +172,10 @@ def packable(
                 and whole_parts(depth, layer, BLOCK)):
             return None
         if devices == 1 or depth is None:
-            return kind
+            return kind if kind.group else kind.split(
+                sizes[depth](config, layer) if isinstance(depth, str) else config.model_dim)
+        if isinstance(config.layers[layer].mixer, LatentSpec):
+            return None  # whose inputs of `o` are not those of `AXIS_SIZES`
         assert isinstance(depth, str), depth
         # Where an order mixes the inputs of several devices, none has whole groups.
         return None if kind.order else kind.split(sizes[depth](config, layer) // devices)

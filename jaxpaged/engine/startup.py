@@ -14,7 +14,7 @@ from tqdm import tqdm
 from jaxpaged.core.config import DEFAULT_MEMORY_SHARE, EngineConfig
 from jaxpaged.core.errors import CheckpointError, ConfigError
 from jaxpaged.core.messages import EngineInfo
-from jaxpaged.core.quantization_methods import METHODS
+from jaxpaged.core.quantization_methods import AT_LOAD, METHODS
 from jaxpaged.engine.chosen_devices import bytes_on, choose_devices
 from jaxpaged.engine.compilation_cache import cached_compilation
 from jaxpaged.engine.in_memory import InMemoryModel, source_in_memory
@@ -40,10 +40,13 @@ from jaxpaged.execution.programs import ProgramSet
 from jaxpaged.execution.sharding import Placement
 from jaxpaged.execution.step_functions import Params
 from jaxpaged.execution.step_shape import StepShape
+from jaxpaged.loading import rounding
 from jaxpaged.loading.checkpoint import Checkpoint, open_model
 from jaxpaged.loading.host_memory import move_zeros_to_huge_pages, return_free_memory
 from jaxpaged.loading.hub import resolve_model
 from jaxpaged.loading.orbax import OrbaxCheckpoint, saved_rules
+from jaxpaged.loading.quantization_config import expected_type
+from jaxpaged.loading.rounding import RoundedCheckpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.config_checks import quantization_table
 from jaxpaged.models.hf_config import eos_ids
@@ -202,15 +205,29 @@ def _layout_and_programs(
 
 def _from_checkpoint(config: EngineConfig, device: DeviceInfo) -> ModelSource:
     checkpoint = open_model(resolve_model(config.model, config.revision, config.download_dir), config.hf_overrides)
+    if config.quantization in AT_LOAD and checkpoint.quantization != config.quantization:
+        checkpoint = _rounded(checkpoint, config.quantization)
     _check_method(config.quantization, checkpoint)
     found = model_of(config, checkpoint.config, device.platform, checkpoint)
+    if isinstance(checkpoint, RoundedCheckpoint) and not found.config.quant.packed:
+        raise ConfigError(f"--quantization {config.quantization} needs the native products of a CPU, --dtype float32, "
+                          "and layers whose sizes are multiples of 32; leave the flag out")
     eos = found.config.eos_token_ids + eos_ids(checkpoint.generation_config, "generation_config.json")
     return replace(found, config=found.config.replace(eos_token_ids=tuple(sorted(set(eos)))),
                    load=partial(_load, checkpoint, find_family(checkpoint.config), found))
 
 
+def _rounded(checkpoint: Checkpoint, method: str) -> Checkpoint:
+    """With the weights of its layers' products quantized, those of routers and experts apart."""
+    family = find_family(checkpoint.config)
+    found = products(_rules(checkpoint, family), family.config_from_hf(checkpoint.config))
+    return RoundedCheckpoint(checkpoint, method, [
+        name for path, names in found.items() if path.startswith("layers.") and not path.endswith(".router")
+        for name in names])
+
+
 def _check_method(wanted: str | None, checkpoint: Checkpoint) -> None:
-    if wanted not in (None, "none") and METHODS[wanted] != checkpoint.quantization:
+    if wanted not in (None, "none") and METHODS.get(wanted, wanted) != checkpoint.quantization:
         says = f"are quantized by {checkpoint.quantization}" if checkpoint.quantization else "are plain"
         raise ConfigError(f"--quantization {wanted}, but the weights of {checkpoint.path} {says}; leave the flag out")
 
@@ -230,8 +247,10 @@ def model_of(
         model = model.for_length(config.max_model_len)
     dtype = model_dtype(config.dtype, model, platform)
     rules, devices = _rules(checkpoint, family), config.tensor_parallel_size
-    expected = "" if quantization_table(hf) else model.checkpoint_dtype
-    quant = kept_as_stored(products(rules, model), checkpoint.stored_type if checkpoint else lambda name: expected,
+    stored = checkpoint.stored_type if checkpoint else expected_type(hf, model.checkpoint_dtype)
+    if config.quantization in AT_LOAD and not checkpoint and not quantization_table(hf):
+        stored = rounding.expected_type(config.quantization, stored)
+    quant = kept_as_stored(products(rules, model), stored,
                            packable(rules, model, devices, min(devices, model.num_kv_heads)))
     if quant.types and keeps_stored(config, platform, dtype, model, quant):
         model = model.replace(quant=quant)

@@ -16,9 +16,10 @@ from jaxpaged.loading.packed_numbers import (
     require_dtype,
     require_shape,
 )
-from jaxpaged.loading.quantized import Form, Scaling
+from jaxpaged.loading.quantized import Form, Scaling, named_by
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
+from jaxpaged.models.quantization import PackedType, StoredType
 
 # Where among the numbers of a word, from its lowest bits on, each of eight neighboring outputs is.
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -79,6 +80,11 @@ class Awq:
             raise UnsupportedModelError(f"quantization_config: the layout {version} of awq is not supported; only gemm "
                                         "is")
         self._group = table.get("group_size", table.get("q_group_size"))
+        self._plain = table.get("modules_to_not_convert")
+
+    def expected(self, module: str, dtype: str) -> StoredType:
+        """See `Method`."""
+        return dtype if named_by(self._plain, module) else PackedType("I4_F16", max(0, self._group or 0), True)
 
     def weights(self, module: str, tensors: Mapping[str, Source]) -> AwqWeights:
         """See `Method`."""

@@ -1,5 +1,6 @@
 """Reads checkpoints in the layouts of compressed-tensors: packed integers, 8-bit integers, 8-bit floats."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from jaxpaged.loading.quantized import Form, QuantizedWeights, Scaling
 from jaxpaged.loading.scaled import FLOAT8, scaled_weights
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
+from jaxpaged.models.quantization import PackedType, StoredType
 
 _FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"
 
@@ -96,6 +98,21 @@ class CompressedTensors:
                               and not found.get("config_groups")):
                 raise UnsupportedModelError(f"quantization_config: {key} of compressed-tensors is not supported")
         self._weights = [dict(group.get("weights") or {}) for group in groups if isinstance(group, dict)]
+        self._plain = list(table.get("ignore") or ())
+
+    def expected(self, module: str, dtype: str) -> StoredType:
+        """See `Method`: all as the first group says."""
+        plain = any(re.match(name[3:], module) if str(name).startswith("re:") else name == module
+                    for name in self._plain)
+        if plain or not self._weights:
+            return dtype
+        found = self._weights[0]
+        block = found.get("block_structure") or (0, found.get("group_size") or 0)
+        scale = {"float16": "F16", "bfloat16": "BF16"}.get(dtype, "F32")
+        kind = "F8" if found.get("type") == "float" else f"I{found.get('num_bits', 4)}"
+        group = max(0, int(block[1]))
+        return PackedType(f"{kind}_{scale}", group, not found.get("symmetric", True) and kind != "F8",
+                          "own" if found.get("actorder") in ("group", "dynamic") and group else "")
 
     def weights(self, module: str, tensors: Mapping[str, Source]) -> QuantizedWeights | None:
         """See `Method`."""

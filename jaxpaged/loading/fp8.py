@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
+from jaxpaged.loading.quantized import named_by
 from jaxpaged.loading.scaled import FLOAT8, ScaledWeights, scaled_weights
 from jaxpaged.loading.tensor_files import Source
+from jaxpaged.models.quantization import PackedType, StoredType
 
 
 class Fp8:
@@ -25,6 +27,11 @@ class Fp8:
             raise UnsupportedModelError(f"quantization_config: weight_block_size must be two positive integers, not "
                                         f"{block!r:.64}")
         self._block: tuple[int, int] | None = None if block is None else (block[0], block[1])
+        self._plain = [*(table.get("ignored_layers") or ()), *(table.get("modules_to_not_convert") or ())]
+
+    def expected(self, module: str, dtype: str) -> StoredType:
+        """See `Method`."""
+        return dtype if named_by(self._plain, module) else PackedType("F8_F32", self._block[1] if self._block else 0)
 
     def weights(self, module: str, tensors: Mapping[str, Source]) -> ScaledWeights | None:
         """See `Method`."""

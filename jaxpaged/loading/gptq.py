@@ -17,9 +17,10 @@ from jaxpaged.loading.packed_numbers import (
     require_shape,
     unpacked,
 )
-from jaxpaged.loading.quantized import Form, Scaling
+from jaxpaged.loading.quantized import Form, Scaling, named_by
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
+from jaxpaged.models.quantization import PackedType, StoredType
 
 _BITS = 4, 8
 _FORMATS = "gptq", "gptq_v2"
@@ -95,6 +96,13 @@ class Gptq:
         self._bits: int | None = None if differ else bits
         self._group: int | None = None if differ else table.get("group_size")
         self._less_one = layout == "gptq"
+        group = max(0, table.get("group_size") or 0)
+        self._expected = PackedType(f"I{bits}_F16", group, True, "own" if table.get("desc_act") and group else "")
+        self._plain = table.get("modules_to_not_convert")
+
+    def expected(self, module: str, dtype: str) -> StoredType:
+        """See `Method`. Modules that differ are not told apart."""
+        return dtype if named_by(self._plain, module) else self._expected
 
     def weights(self, module: str, tensors: Mapping[str, Source]) -> GptqWeights | None:
         """See `Method`."""

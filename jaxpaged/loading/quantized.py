@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from jaxpaged.core.errors import CheckpointError
 from jaxpaged.loading.param_tree import mismatch
 from jaxpaged.loading.tensor_files import Source
 from jaxpaged.models.param_layout import Part
+from jaxpaged.models.quantization import StoredType
 
 _BATCH = 1 << 18  # numbers that are dequantized at a time
 
@@ -95,6 +96,18 @@ class Method(Protocol):
         Raises:
             CheckpointError: a tensor is missing or does not fit the others; the text names the module.
         """
+
+    def expected(self, module: str, dtype: str) -> StoredType:
+        """The type that the weights of a module in a layer will have, where only the config is there.
+
+        Args:
+            dtype: the model's.
+        """
+
+
+def named_by(names: Any, module: str) -> bool:
+    """Whether a config's list of names, or parts of names, has a module."""
+    return isinstance(names, list | tuple) and any(str(name) in module for name in names)
 
 
 class QuantizedFile:

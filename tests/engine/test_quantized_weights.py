@@ -1,19 +1,23 @@
 """The engine with checkpoints whose weights are quantized: packed on a CPU, with the results of dequantized ones."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.commands.plan import main as plan
 from jaxpaged.errors import ConfigError
 from tests.engine.test_stored_blocks import leaves
 from tests.support.quantized_checkpoints import KINDS, Tensors, gptq, random_numbers, write_both
 from tests.support.sharded_process import run_cases
-from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, random_prompt, random_weights
+from tests.support.tiny_llama import CONFIG, ENGINE_ARGS, random_prompt, random_weights, write_model
 
 PROMPTS = [random_prompt(length, length) for length in (1, 7, 40)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=3, detokenize=False)
@@ -78,6 +82,60 @@ def test_products_whose_tensors_differ_are_dequantized(tmp_path: Path, model_pat
         packed = {name.rpartition(".")[0] for name in leaves(llm) if name.endswith(".q")}
     assert packed == {f"layers.{layer}.{name}.kernel" for layer in (0, 1)
                       for name in ("attn.o", "mlp.gate_up", "mlp.down")}
+
+
+@pytest.mark.parametrize("method", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_plain_weights_are_quantized_as_they_are_loaded(method: str, tmp_path: Path, model_path: Path) -> None:
+    """To the nearest value of 8 bits, with a scale for each output of a layer's products."""
+    weights = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_weights().items()}
+    weights["model.layers.0.mlp.down_proj.weight"][3] = 0
+    rounded = {}
+    for name, tensor in weights.items():
+        wide = rounded[name] = tensor.astype(np.float32)
+        if ".layers." in name and tensor.ndim == 2:
+            most = np.abs(wide).max(1, keepdims=True) / np.float32(127 if method == "int8" else 448)
+            most[most == 0] = 1
+            near = np.rint(wide / most) if method == "int8" else (wide / most).astype(ml_dtypes.float8_e4m3fn)
+            rounded[name] = near.astype(np.float32) * most
+            assert np.abs(rounded[name] - wide).max() < np.abs(wide).max() / 16
+    for folder, tensors in (("plain", weights), ("rounded", rounded)):
+        write_model(tmp_path / folder)
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    with (
+        LLM(str(tmp_path / "plain"), tokenizer=str(model_path), quantization=method, **ENGINE_ARGS) as found,
+        LLM(str(tmp_path / "rounded"), tokenizer=str(model_path), quantization="none", **ENGINE_ARGS) as wanted,
+    ):
+        assert sum(name.endswith(".q") for name in leaves(found)) == 8
+        assert answers(found) == answers(wanted)
+    with pytest.raises(ConfigError, match=rf"--quantization {method} needs the native products of a CPU"):
+        LLM(str(tmp_path / "plain"), quantization=method, cpu_linear="xla", **ENGINE_ARGS)
+    quantized, _ = write_both(tmp_path / "awq", KINDS["awq"], CONFIG, random_weights())
+    with pytest.raises(ConfigError, match=rf"--quantization {method} quantizes plain .* quantized by awq"):
+        LLM(str(quantized), quantization=method, **ENGINE_ARGS)
+
+
+@pytest.mark.parametrize("name", [
+    "gptq", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "awq", "packed", "packed in order", "packed 8", "float8", "fp8 square", "fp8", "at load: fp8",
+        "at load: int8"))])
+def test_the_plan_knows_the_bytes_from_the_config_alone(
+        name: str, tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = KINDS[name.replace("at load: ", "")]
+    config = CONFIG | {"dtype": "float32" if name == "int8" else "float16" if "order" in name else "bfloat16"}
+    folders = write_both(tmp_path, kind, config, random_weights())
+    folder, flags = folders[name.startswith("at load")], {"quantization": name[9:]} if ": " in name else {}
+    arguments = ["--no-compile", "--num-gpu-blocks-override", "33", *(f"--{key}={what}" for key, what in flags.items())]
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {
+        "dtype": config["dtype"]}))
+    assert plan([str(tmp_path / "config.json"), "--json", *arguments]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    with LLM(str(folder), tokenizer=str(model_path), **ENGINE_ARGS | flags) as llm:
+        held = llm.get_params()
+    assert planned["parameters"] == sum(tensor.size for tensor in random_weights().values())
+    # Embedding and head, which the test's files have in float32, are planned in the config's dtype.
+    outer = sum(leaf.nbytes for leaf in jax.tree.leaves({key: held[key] for key in ("embed", "head")}))
+    wanted = sum(leaf.nbytes for leaf in jax.tree.leaves(held)) - (outer // 2 if config["dtype"] != "float32" else 0)
+    assert planned["weight_bytes"] == wanted
 
 
 @pytest.mark.slow

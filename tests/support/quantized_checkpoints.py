@@ -168,7 +168,7 @@ KINDS: dict[str, Kind] = {
                    _grouped(packed, 32, symmetric=True, dtype=ml_dtypes.bfloat16)),
     "packed with zeros": Kind(_compressed("pack-quantized", 4, symmetric=False),
                               _grouped(lambda numbers: packed(numbers, zeros=True), 16)),
-    "packed in order": Kind(_compressed("pack-quantized", 4, actorder="group"),
+    "packed in order": Kind(_compressed("pack-quantized", 4, actorder="group", group_size=32),
                             _grouped(lambda numbers: packed(numbers, shuffled=True), 32, symmetric=True,
                                      shuffled=True)),
     "packed 8": Kind(_compressed("pack-quantized", 8), _grouped(lambda numbers: packed(numbers, 8), -1, bits=8,
