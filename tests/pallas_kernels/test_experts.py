@@ -239,11 +239,12 @@ def test_gpu_experts_with_biases_and_bounds(tokens: int) -> None:
         gate = jnp.minimum(gate, 1.0)
         return gate * jax.nn.sigmoid(1.7 * gate) * (jnp.clip(up, -1.0, 1.0) + 1)
 
-    args: Any = tuple(map(jnp.asarray, (x, expert, weight, gate_up, down)))
     small = ProductTiles((16,), 32, 32, 4, 3)
     tiles = ExpertTiles(small, small) if tokens == 13 else GPU_TILES
-    found = gpu_experts.experts(*args, hidden=bounded, bias=jnp.asarray(bias), target=GPU, tiles=tiles)
-    wanted = xla_experts.experts(*args, hidden=bounded, bias=jnp.asarray(bias))
+    on_gpu: Any = partial(gpu_experts.experts, hidden=bounded, target=GPU, tiles=tiles)
+    by_xla: Any = partial(xla_experts.experts, hidden=bounded)
+    found, wanted = (run(*map(jnp.asarray, (x, expert, weight, gate_up, down)), bias=jnp.asarray(bias))
+                     for run in (on_gpu, by_xla))
     np.testing.assert_allclose(found, wanted, atol=3e-5, rtol=3e-5)
 
 
