@@ -36,6 +36,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16"},
 }
 FEW, DECODE, PREFILL = 16, 64, 8192  # below 32 tokens attention has smaller tiles
 PROGRAMS = (("forward", FEW), ("forward", DECODE), ("forward", PREFILL), ("sample", 256), ("sample_full", 256))
@@ -45,7 +52,7 @@ VARIANTS: tuple[tuple[str, tuple[str, ...], str, tuple[str, int], dict[str, Any]
     ("", GPUS, "smollm2-135m", ("prompt_logprobs", 64), {}),
     (" processed", ("h200",), "smollm2-135m", ("sample_full", 256), {"logprobs_mode": "processed_logprobs"}),
 )
-KERNELS = "paged_attention|rotary_kv_write|sampler|top_tokens|mosaic_gpu"
+KERNELS = "paged_attention|rotary_kv_write|sampler|top_tokens|experts|mosaic_gpu"
 MOSAIC = "paged_attention_mosaic"  # the name of what has none of ours in its PTX
 PER_LAYER_KERNEL = "paged_attention_combine"  # one in each layer, after everything that the layers share
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpaged.models.config import AttentionSpec
 from jaxpaged.models.layers import Linear, MeshAxes, Norm
-from jaxpaged.models.metadata import XLA_TILES, AttentionMetadata, GpuAttention
+from jaxpaged.models.metadata import XLA_TILES, AttentionMetadata, GpuAttention, GpuLatents
 from jaxpaged.models.rotary import rotate
 from jaxpaged.pallas_kernels import native_attention, paged_attention, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias, alibi_slopes
@@ -63,6 +63,7 @@ class Attention(nnx.Module):
             y = native_attention.paged_attention(y, pages.k, pages.v, meta.block_table, meta.slot, meta.position, rule,
                                                  bias)
         else:
+            assert not isinstance(work, GpuLatents), "its kernel reads latents"
             y, keys = (rotate(part.apart(), meta.cos, meta.sin) for part in (q, k))
             pages = write_kv(pages, keys, v.apart(), meta.page, meta.offset)
             y = xla_paged_attention.paged_attention(y, pages, meta.block_table, work, rule, bias, XLA_TILES)

@@ -16,9 +16,9 @@ from flax import nnx
 
 from jaxpaged.models.config import LatentSpec
 from jaxpaged.models.layers import Linear, MeshAxes, Norm
-from jaxpaged.models.metadata import XLA_TILES, AttentionMetadata, GpuAttention
+from jaxpaged.models.metadata import XLA_TILES, AttentionMetadata, GpuAttention, GpuLatents
 from jaxpaged.models.rotary import rotate
-from jaxpaged.pallas_kernels import native_attention, xla_paged_attention
+from jaxpaged.pallas_kernels import native_attention, paged_latents, xla_paged_attention
 from jaxpaged.pallas_kernels.attention_rule import AttentionRule, HeadBias
 from jaxpaged.pallas_kernels.kv_pages import LatentPages, write_latents
 
@@ -36,10 +36,9 @@ class LatentAttention(nnx.Module):
         self.q = make(query_dim or model_dim, spec.num_heads * (spec.key_dim + spec.rotary_dim), bias=False)
         self.kv_down = make(model_dim, spec.head_dim, bias=spec.bias)
         self.kv_norm = norm(spec.latent_dim, spec.norm)
-        # [N, C + V, L]: a head's key matrix, then its value matrix.
-        shape = spec.num_heads, spec.key_dim + spec.value_dim, spec.latent_dim
-        draw = jax.random.normal(rngs.params(), shape, jnp.float32) * spec.latent_dim**-0.5
-        self.kv_up = nnx.Param(draw.astype(dtype))
+        self.key_up, self.value_up = (  # [N * C, L], [N * V, L]
+            nnx.Param((jax.random.normal(rngs.params(), (spec.num_heads * size, spec.latent_dim), jnp.float32)
+                       * spec.latent_dim**-0.5).astype(dtype)) for size in (spec.key_dim, spec.value_dim))
         self.o = make(spec.num_heads * spec.value_dim, model_dim, bias=spec.bias, sum_over=axis)
         self.latent_dim, self.key_dim, self.query_head = spec.latent_dim, spec.key_dim, spec.key_dim + spec.rotary_dim
         self.rule = AttentionRule(spec.scale)
@@ -53,18 +52,22 @@ class LatentAttention(nnx.Module):
         row = jnp.concatenate([latent[:, None], rotate(position, meta.cos, meta.sin)], axis=-1)
         # On a GPU padding has the page -1, which other kernels skip.
         pages = write_latents(pages, row, jnp.maximum(meta.page, 0), meta.offset)
-        kv_up = self.kv_up[...].astype(x.dtype)
-        absorbed = jnp.einsum("tnc,ncl->tnl", q[..., : self.key_dim], kv_up[:, : self.key_dim])
+        key_up, value_up = (weights[...].reshape(q.shape[1], -1, self.latent_dim)
+                            for weights in (self.key_up, self.value_up))
+        absorbed = jnp.einsum("tnc,ncl->tnl", q[..., : self.key_dim], key_up)
         q = jnp.concatenate([absorbed, rotate(q[..., self.key_dim :], meta.cos, meta.sin)], axis=-1)
         y = self._attend(q, pages, meta)[..., : self.latent_dim]
-        y = jnp.einsum("tnl,nvl->tnv", y, kv_up[:, self.key_dim :])
+        y = jnp.einsum("tnl,nvl->tnv", y, value_up)
         return self.o(y.reshape(len(x), -1)), pages
 
     def _attend(self, q: jax.Array, pages: LatentPages, meta: AttentionMetadata) -> jax.Array:
-        """[T, N, L + O] -> [T, N, L + O], of which only the first L numbers mean something."""
+        """[T, N, L + O] -> [T, N, L], or more numbers, which mean nothing."""
         work, both = meta.work, pages.as_keys_and_values
         if work is None:
             return native_attention.paged_attention(q, both.k, both.v, meta.block_table, meta.slot, meta.position,
                                                     self.rule, HeadBias())
-        assert not isinstance(work, GpuAttention), "the GPU's kernel reads keys and values"
+        if isinstance(work, GpuLatents):
+            return paged_latents.paged_latents(q, pages.latent, meta.block_table, work.work, scale=self.rule.scale,
+                                               latent_dim=self.latent_dim, tiles=work.tiles, target=work.target)
+        assert not isinstance(work, GpuAttention), "its kernel reads keys and values"
         return xla_paged_attention.paged_attention(q, both, meta.block_table, work, self.rule, HeadBias(), XLA_TILES)

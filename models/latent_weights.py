@@ -10,12 +10,13 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import LatentSpec, ModelConfig
 from jaxpaged.models.hf_config import common_config, flag, size
 from jaxpaged.models.rope_tables import rope_config
-from jaxpaged.models.weight_rules import TensorSlice, Transform, WeightRule, as_is, dense, transposed, whole
+from jaxpaged.models.weight_rules import TensorSlice, WeightRule, as_is, dense, transposed, whole
 
 # Keys of `config_checks.NEUTRAL` that these families read.
 READS = ("kv_lora_rank", "q_lora_rank", "rope_interleave")
 _ATTENTION = "model.layers.{i}.self_attn"
 _PATH = "layers.{i}.attn"
+_UP = f"{_ATTENTION}.kv_b_proj.weight"
 
 
 def latent_spec(hf: dict[str, Any]) -> LatentSpec:
@@ -67,10 +68,11 @@ def _latent_rows(spec: LatentSpec) -> np.ndarray:
     return _rows(spec, np.arange(spec.head_dim))
 
 
-def _by_head(config: ModelConfig) -> Transform:
-    """[N * (C + V), L] as [N, C + V, L]."""
-    spec = config.attention[0]
-    return lambda tensor: tensor.reshape(spec.num_heads, -1, tensor.shape[1])
+def _matrices(spec: LatentSpec) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of all heads' key matrices, and those of their value matrices, which follow each other in each head."""
+    each = spec.key_dim + spec.value_dim
+    rows = np.arange(spec.num_heads * each).reshape(-1, each)
+    return rows[:, : spec.key_dim].reshape(-1), rows[:, spec.key_dim :].reshape(-1)
 
 
 def _latents(name: str) -> TensorSlice:
@@ -86,5 +88,6 @@ WEIGHTS = (
     WeightRule(_latents("weight"), f"{_PATH}.kv_down.kernel", transposed),
     WeightRule(_latents("bias"), f"{_PATH}.kv_down.bias", as_is),
     WeightRule(f"{_ATTENTION}.kv_a_layernorm.weight", f"{_PATH}.kv_norm.scale", as_is),
-    WeightRule(f"{_ATTENTION}.kv_b_proj.weight", f"{_PATH}.kv_up", as_is, ("heads",), _by_head),
+    WeightRule(TensorSlice(_UP, whole, rows=lambda spec: _matrices(spec)[0]), f"{_PATH}.key_up", as_is, ("heads",)),
+    WeightRule(TensorSlice(_UP, whole, rows=lambda spec: _matrices(spec)[1]), f"{_PATH}.value_up", as_is, ("heads",)),
     *dense(f"{_ATTENTION}.o_proj", f"{_PATH}.o", transposed, ("heads", None), whole_bias=True))

@@ -1,18 +1,18 @@
 """What all layers of a step share, computed once on the device, and the part of it that each layer reads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.models.config import AttentionSpec, ModelConfig, RopeConfig
+from jaxpaged.models.config import AttentionSpec, LatentSpec, MixerSpec, ModelConfig, RopeConfig
 from jaxpaged.models.rotary import rotary_angles
-from jaxpaged.pallas_kernels import paged_attention, xla_paged_attention
+from jaxpaged.pallas_kernels import paged_attention, paged_latents, xla_paged_attention
 from jaxpaged.pallas_kernels.lowering import GpuTarget
-from jaxpaged.pallas_kernels.tiles import AttentionTiles
+from jaxpaged.pallas_kernels.tiles import AttentionTiles, LatentTiles
 from jaxpaged.pallas_kernels.work_list import GpuWorkList, make_work_list
 
 Key = TypeVar("Key")
@@ -30,8 +30,18 @@ class GpuAttention:
     work: GpuWorkList
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["work"], meta_fields=["target", "tiles"])
+@dataclass(frozen=True)
+class GpuLatents:
+    """The work of one step for the GPU kernel of latent attention."""
+
+    target: GpuTarget
+    tiles: LatentTiles
+    work: GpuWorkList
+
+
 # None: the native CPU kernel, which finds its tiles itself.
-Work = GpuAttention | xla_paged_attention.XlaTileList | None
+Work = GpuAttention | GpuLatents | xla_paged_attention.XlaTileList | None
 
 
 @partial(jax.tree_util.register_dataclass,
@@ -142,9 +152,13 @@ def make_metadata(
     if target is not None:
         page = jnp.where(slot == null_slot, -1, page)
 
-    def work_of(shape: WorkShape | None) -> Work:
+    def work_of(shape: WorkShape | LatentSpec | None) -> Work:
         if target is None or shape is None:
             return None if native else xla_paged_attention.make_tile_list(slot, position, null_slot, XLA_TILES)
+        if isinstance(shape, LatentSpec):
+            by = paged_latents.choose_tiles(target, slot.shape[0], shape.num_heads)
+            sizes = paged_latents.work_sizes(target, by, slot.shape[0], null_slot, shape.num_heads)
+            return GpuLatents(target, by, make_work_list(slot, position, null_slot, sizes))
         assert dtype is not None and cache_dtype is not None, "the GPU's tiles depend on the dtypes"
         tiles = gpu_tiles(target, slot.shape[0], shape, dtype, cache_dtype)
         sizes = paged_attention.work_sizes(target, tiles, slot.shape[0], null_slot, shape.num_heads,
@@ -152,8 +166,8 @@ def make_metadata(
         return GpuAttention(target, tiles, make_work_list(slot, position, null_slot, sizes, shape.window))
 
     rules, rule_of = _distinct([(spec.rope, spec.rotary_dim) for spec in config.attention])
-    # On CPU one list serves all layers. On a GPU XLA computes attention over latents.
-    shapes, shape_of = _distinct([WorkShape.of(spec) if target and isinstance(spec, AttentionSpec) else None
+    # On CPU one list serves all layers.
+    shapes, shape_of = _distinct([_gpu_shape(spec, dtype, cache_dtype) if target else None
                                   for spec in config.attention])
     return StepMetadata(
         slot=slot, position=position, page=page, offset=position % block_size,
@@ -161,6 +175,17 @@ def make_metadata(
         work=tuple(map(work_of, shapes)),
         layers=tuple(LayerIndices(*indices) for indices in zip(rule_of, shape_of, config.kv_layout.units, strict=True)),
         target=target)
+
+
+def _gpu_shape(
+    spec: MixerSpec, dtype: jnp.dtype | None, cache_dtype: jnp.dtype | None
+) -> WorkShape | LatentSpec | None:
+    """What the GPU's work list depends on; None: XLA computes this attention."""
+    if isinstance(spec, AttentionSpec):
+        return WorkShape.of(spec)
+    assert dtype is not None and cache_dtype is not None, "whether there is a kernel depends on the dtypes"
+    served = paged_latents.supports(spec.latent_dim, spec.rotary_dim, dtype, cache_dtype)
+    return replace(spec, rope=None) if served else None
 
 
 def gpu_tiles(

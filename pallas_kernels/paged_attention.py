@@ -109,7 +109,7 @@ def paged_attention(
         out, partials, logsums = _attend(q, pages, block_table, work, rule, bias, tiles, target)
     merging = COMBINE[target.generation]
     result: jax.Array = launch(
-        partial(_combine_kernel, group=group, token_rows=max(group, tiles.token_rows), head_dim=head_dim,
+        partial(combine_kernel, group=group, token_rows=max(group, tiles.token_rows), head_dim=head_dim,
                 rows=merging.rows),
         out, partials, logsums, bias.sinks, work.splits,
         name="paged_attention_combine",
@@ -243,7 +243,7 @@ def _attention_kernel(
         fewer = rows
 
 
-def _combine_kernel(
+def combine_kernel(
     _: Any,  # [T, N, H], the memory of the output
     partials_ref: Any,  # [Z, K, R, H]
     logsums_ref: Any,  # [Z, K, R]
@@ -256,6 +256,7 @@ def _combine_kernel(
     head_dim: int,
     rows: int,
 ) -> None:
+    """Merge the partial results of one split tile, of 16 or so of its rows."""
     kv_head, split = pl.program_id(0), pl.program_id(1)
     first_row, tokens, first_part, count = (splits_ref[split, field] for field in range(4))
     first = pl.program_id(2) * rows

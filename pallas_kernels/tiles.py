@@ -201,3 +201,29 @@ EXPERT_PRODUCTS: dict[str, ExpertTable] = {
     "ada": ExpertTable(_FEW, _SHALLOW, _SHALLOW, _NARROW, _WIDE),
     "hopper": ExpertTable(_FEW, _DEEP, ExpertTiles(_MOST, _MOST), _NARROW, _WIDE),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTiles:
+    """A program of `paged_latents`: rows, tokens of context per iteration; for the rest see `AttentionTiles`."""
+
+    rows: int
+    block: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTable:
+    """A generation's tiles: for few heads in steps of few tokens, and for the others."""
+
+    few: LatentTiles
+    many: LatentTiles
+
+
+LATENTS: dict[str, LatentTable] = {
+    "ampere": LatentTable(LatentTiles(16, 16, 4, 4, 2), LatentTiles(32, 16, 4, 3, 2)),
+    "ada": LatentTable(LatentTiles(16, 16, 4, 3, 1), LatentTiles(16, 16, 4, 3, 1)),
+    "hopper": LatentTable(LatentTiles(16, 32, 4, 3, 2), LatentTiles(64, 32, 8, 3, 1)),
+}
