@@ -17,6 +17,7 @@ from jaxpaged.core.errors import ConfigError
 from jaxpaged.core.flags import Parser, add_flags, flag_of, merge_model, new_parser, parse_flags
 from jaxpaged.server.parsers.tool_calls import TOOL_PARSERS
 
+MAX_SECONDS = 10**6  # of a timeout: the system's waits count milliseconds in 32 bits
 BODIES = 8  # bodies of the largest size that may be half received at once
 
 
@@ -94,12 +95,13 @@ class ServerConfig:
             if type(value) is not int or not minimum <= value <= maximum:
                 raise ConfigError(f"{flag_of(name)} must be an integer from {minimum} to {maximum}, not {value!r}")
         for name in ("shutdown_timeout", "stream_keep_alive"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{flag_of(name)} must be at least 0 seconds, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) <= MAX_SECONDS:
+                raise ConfigError(f"{flag_of(name)} must be from 0 to {MAX_SECONDS} seconds, not {getattr(self, name)}")
         for name in ("engine_timeout", "head_timeout", "body_timeout", "write_timeout", "keep_alive_timeout",
                      "chat_template_timeout", "structured_outputs_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{flag_of(name)} must be above 0 seconds, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) <= MAX_SECONDS:
+                raise ConfigError(f"{flag_of(name)} must be above 0 and at most {MAX_SECONDS} seconds, not "
+                                  f"{getattr(self, name)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser: hermes, llama3_json or mistral")
 

@@ -109,6 +109,9 @@ def test_engine_flags(argv: list[str], name: str, value: object) -> None:
     (["--reasoning-parser", "x"], "'qwen3'"),
     (["--chat-template-timeout", "0"], "--chat-template-timeout"),
     (["--structured-outputs-timeout", "0"], "--structured-outputs-timeout"),
+    *(([f"--{name}", value], f"--{name} must be") for value in ("1000001", "inf", "nan") for name in (
+        "engine-timeout", "head-timeout", "body-timeout", "write-timeout", "chat-template-timeout",
+        "structured-outputs-timeout", "shutdown-timeout", "stream-keep-alive")),
     (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2 is not supported yet"),
 ])
 def test_each_mistake_is_one_line_that_names_the_flag(
