@@ -53,7 +53,7 @@ def _normalize_message(where: str, message: object) -> dict[str, Any]:
     if role not in _ROLES or not isinstance(role, str):
         raise _bad(f"{where}.role must be one of {', '.join(_ROLES)}")
     for key in _NOT_SUPPORTED:
-        if message.get(key) is not None:
+        if message.get(key):
             raise NotSupportedError(f"{where}.{key} is not supported; leave it out", param="messages")
     content = message.get("content")
     if content is None and role == "assistant":

@@ -20,7 +20,7 @@ def test_good_messages() -> None:
             {"id": "3", "type": "function", "function": {"name": "h", "arguments": ""}},
             {"id": "4", "type": "function", "function": {"name": "i", "arguments": {"y": 2}}}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
-        {"role": "assistant", "reasoning_content": "hm", "unknown": 1, "refusal": None, "function_call": None},
+        {"role": "assistant", "reasoning_content": "hm", "unknown": 1, "refusal": "", "function_call": None},
         {"role": "user", "content": ""},
     ]
     found = normalize_messages(messages)
