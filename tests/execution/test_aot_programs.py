@@ -22,9 +22,15 @@ MIB = 2**20
 MAX_TEMPORARIES = {
     "llama-3.1-8b": {FEW: 40, DECODE: 40, PREFILL: 700},
     "smollm2-135m": {FEW: 20, DECODE: 20, PREFILL: 60},
+    "qwen3-30b-a3b": {FEW: 20, DECODE: 20, PREFILL: 350},
 }
-# Two norms, four products, rotation and write, attention and its merge, the gate.
-MAX_LAUNCHES_PER_LAYER = 10
+# Two norms, four products, rotation and write, attention and its merge, the gate. With experts: norms of heads, the
+# router and its choice, the order, both products, the sum; XLA orders the pairs of many tokens.
+MAX_LAUNCHES_PER_LAYER = {
+    "llama-3.1-8b": {FEW: 10, DECODE: 10, PREFILL: 10},
+    "smollm2-135m": {FEW: 10, DECODE: 10, PREFILL: 10},
+    "qwen3-30b-a3b": {FEW: 20, DECODE: 20, PREFILL: 29},
+}
 
 
 # Each model for each GPU; the quick tests compile the larger one for one.
@@ -65,7 +71,8 @@ def check_forward(row: ProgramRow) -> None:
     assert row.temporary_bytes < row.largest_pool, name
     assert row.graphs == 1 and not row.outside_graphs, f"{name}: {row.graphs} graphs, outside {row.outside_graphs}"
     kernels = {kernel["name"]: kernel for kernel in row.kernels}
-    assert row.launches_per_layer <= MAX_LAUNCHES_PER_LAYER, f"{name}: {row.launches_per_layer} launches per layer"
+    limit = MAX_LAUNCHES_PER_LAYER[row.model][tokens]
+    assert row.launches_per_layer <= limit, f"{name}: {row.launches_per_layer} launches per layer"
     for kernel in kernels.values():
         assert kernel["spill_bytes"] == 0 and kernel["registers"] <= 255, f"{name}: {kernel}"
         assert kernel["blocks_per_sm"] >= 1, f"{name}: {kernel}"

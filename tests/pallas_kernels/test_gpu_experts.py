@@ -67,3 +67,23 @@ def test_compiled(gpu: str, model: str, tokens: int, dtype: str, tmp_path: Path)
     assert len(facts.work) <= (6 if tokens * top_k <= gpu_experts.MANY_PAIRS else 13)
     pairs_bytes = tokens * top_k * (model_dim + dim) * jnp.dtype(dtype).itemsize
     assert facts.temporary_bytes < 1.1 * pairs_bytes + 2**17, "more than each pair's rows"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("gpu", [QUICK_GPU, OTHER_GPU])
+def test_few_tokens_read_little_more_than_the_experts_they_touch(gpu: str, model: str) -> None:
+    """By count: each expert has one tile, so that its weights are read once; rows are read by every tile's columns.
+
+    What the second-level cache, of 40 MiB or more, surely holds counts once: x, and what is between the products.
+    """
+    spec, (model_dim, dim, count, top_k) = find_gpu(gpu), MODELS[model]
+    for tokens in (1, 16, 64):
+        pairs = tokens * top_k
+        tiles = gpu_experts.choose_tiles(GpuTarget(spec.compute_capability, spec.num_sms), pairs, count, model_dim, dim,
+                                         jnp.dtype("bfloat16"))
+        weights = min(pairs, count) * 3 * model_dim * dim
+        rows = tokens * model_dim + pairs * dim
+        assert 2 * rows < 8 * 2**20
+        assert weights + rows + pairs * (dim + 2 * model_dim) < 1.02 * weights, (tokens, tiles)
+        again = pairs * (-(-dim // tiles.gated.columns) * model_dim + -(-model_dim // tiles.down.columns) * dim)
+        assert again < 0.2 * weights, "rows that come from the cache take a share of its bandwidth"
