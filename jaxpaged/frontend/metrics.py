@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import prometheus_client as prometheus
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from jaxpaged.core.messages import EngineInfo, EngineStats
@@ -214,6 +215,10 @@ class Metrics:
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics as text in a format that the `Accept` header allows, and its content type."""
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # Unless told, prometheus_client 0.26 writes vllm_ for vllm: in this format's samples.
+            text = openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8)
+            return text, openmetrics.CONTENT_TYPE_LATEST
         return encode(self.registry), content_type
 
     def snapshot(self) -> list[MetricValue]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.core.kv_groups import KVGroup
@@ -56,6 +57,10 @@ def test_every_promised_name_is_there_with_its_type_before_any_traffic() -> None
 def test_openmetrics_clients_get_their_format() -> None:
     text, content_type = Metrics("m", INFO).exposition("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text") and text.endswith(b"# EOF\n")
+    plain, _ = Metrics("m", INFO).exposition()
+    found, wanted = ({sample.name for family in parse(content.decode()) for sample in family.samples}
+                     for parse, content in ((parse_openmetrics, text), (text_string_to_metric_families, plain)))
+    assert found == wanted
 
 
 def test_compilations_count_the_start_before_any_request() -> None:
