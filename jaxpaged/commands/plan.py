@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import jax
 
     from jaxpaged.execution.devices import DeviceInfo
+    from jaxpaged.models.config import ModelConfig
 
 _HERE = ("auto", "cpu", "cuda")
 
@@ -122,9 +123,13 @@ def _plan(
     text = memory.lines(device.kind, tuple(lengths))
     text.append(f"  {layout.definition.num_parameters:,} parameters in {layout.dtype.name}; temporaries are "
                 f"{'those of the compiled step' if compiling else 'an upper bound, not compiled'}")
+    parts = layout.definition.bytes_by_part(layout.partition)
+    text[2:2] = _part_lines(layout.definition.config, parts)
     return text, {
         "device": device.kind,
         **dataclasses.asdict(memory),
+        "weight_bytes_by_part": parts,
+        "latent_dim": layout.cache.head_dim if layout.definition.config.has_latents else None,
         "pool_bytes": memory.pool_bytes,
         "tokens": memory.tokens,
         "temporaries_compiled": compiling,
@@ -137,6 +142,21 @@ def _plan(
         "step_sizes": list(layout.shape.sizes),
         "concurrent_requests": {str(length): memory.concurrent(length) for length in lengths},
     }
+
+
+def _part_lines(model: "ModelConfig", parts: dict[str, int]) -> list[str]:
+    """What the weights of a mixture of experts are, and what pages hold that are not keys and values."""
+    from jaxpaged.engine.memory_plan import size_text
+    from jaxpaged.models.config import ExpertsSpec
+
+    lines = []
+    for spec in {(layer.mlp.count, layer.mlp.routing.top_k) for layer in model.layers
+                 if isinstance(layer.mlp, ExpertsSpec)}:
+        lines.append(f"  of the weights, experts {size_text(parts['experts'])} ({spec[1]} of {spec[0]} for a token), "
+                     f"MLPs beside them {size_text(parts['shared'])}, everything else {size_text(parts['others'])}")
+    if model.has_latents:
+        lines.append(f"  pages hold latents, {model.head_dim} numbers of a token in each layer, whole on every device")
+    return lines
 
 
 def print_line(line: str) -> None:

@@ -78,6 +78,16 @@ class ModelDefinition:
         """Padding not counted."""
         return self.config.quant.num_parameters(self.stored)
 
+    def bytes_by_part(self, partition: Partition) -> dict[str, int]:
+        """Bytes that each device holds of experts, of MLPs beside them, and of everything else."""
+        found = {"experts": 0, "shared": 0}
+        for shapes, axes in zip(self.shapes["layers"].values(), self.axes["layers"].values(), strict=True):
+            for name, leaf in shapes["mlp"].items():
+                part = {"expert": "experts", "shared": "shared"}.get(name.partition("_")[0])
+                if part is not None:
+                    found[part] += shard_bytes({name: leaf}, {name: axes["mlp"][name]}, partition)
+        return found | {"others": shard_bytes(self.shapes, self.axes, partition) - sum(found.values())}
+
     @property
     def weight_bytes(self) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes))

@@ -90,6 +90,35 @@ def test_published_sizes(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert eight["concurrent_requests"]["4096"] == (eight["num_blocks"] - 1) // (4096 // 16)
 
 
+def test_parts_of_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand, from the published sizes."""
+    qwen = write(tmp_path, {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "moe_intermediate_size": 768, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 40960, "dtype": "bfloat16"})
+    one = plan(capsys, qwen, "--device", "h200", "--no-compile")
+    assert one["parameters"] == 30_532_122_624 and one["kv_bytes_per_token"] == 2 * 48 * 4 * 128 * 2
+    experts = 48 * 128 * 3 * 2048 * 768 * 2
+    assert one["weight_bytes_by_part"] == {"experts": experts, "shared": 0, "others": 2 * one["parameters"] - experts}
+    assert main([qwen, "--device", "h200", "--no-compile"]) == 0
+    assert "experts 54.00 GiB (8 of 128 for a token), MLPs beside them 0.0 MiB" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_latents_and_mlps_beside_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3: each device holds all latents, and its share of all experts."""
+    deepseek = write(tmp_path, {"architectures": ["DeepseekV3ForCausalLM"], "dtype": "bfloat16"})
+    found = plan(capsys, deepseek, "--device", "h200", "-tp", "16", "--no-compile")
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168 + 1536 + 512 + 2 * 7168
+    expert = 3 * 7168 * 2048
+    mixture = 257 * expert + 7168 * 256 + 256
+    assert found["parameters"] == 61 * attention + 3 * 3 * 7168 * 18432 + 58 * mixture + (2 * 129280 + 1) * 7168
+    parts = found["weight_bytes_by_part"]
+    assert (parts["experts"], parts["shared"]) == (58 * 256 * expert * 2 // 16, 58 * expert * 2 // 16)
+    assert sum(parts.values()) == found["weight_bytes"]
+    assert found["latent_dim"] == 576 and found["block_bytes"] == 61 * 16 * 576 * 2
+
+
 def test_layers_with_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten layers keep everything, and fifty a window: blocks of one unit and of five, of ten layers' bytes each."""
     config = PUBLISHED["Llama-3.1-8B"].config | {

@@ -226,7 +226,8 @@ def test_xla_holds_no_product_of_all_experts() -> None:
     assert memory is not None and memory.temp_size_in_bytes < 4 * pairs + 2 * one_expert
 
 
-@pytest.mark.parametrize("tokens", [13, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [13, 60])
 def test_gpu_experts_with_biases_and_bounds(tokens: int) -> None:
     """The kernels interpreted, with what gpt-oss has, against the XLA path; weights of padding's experts are NaN."""
     rng = np.random.default_rng(tokens)

@@ -26,7 +26,8 @@ MIXED = {0: (100, 1), 1: (0, 9), 2: (37, 5), 4: (60, 1)}
 
 
 @pytest.mark.parametrize(("pieces", "heads", "tiles", "dtype"), [
-    (MIXED, 20, LatentTiles(32, 16, 4, 3, 1), "float32"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    (DECODE, 4, LatentTiles(16, 32, 4, 3, 1), "float32"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (MIXED, 20, LatentTiles(32, 16, 4, 3, 1), "float32"),
         (DECODE, 16, LatentTiles(16, 32, 4, 3, 1), "float32"), (DECODE, 40, LatentTiles(16, 32, 8, 2, 1), "float32"),
         (MIXED, 16, LatentTiles(64, 32, 8, 2, 1), "float32"), (MIXED, 4, LatentTiles(16, 16, 8, 2, 1), "float32"),
         (MIXED, 16, LatentTiles(64, 32, 8, 2, 1), "bfloat16")))])
