@@ -26,13 +26,15 @@ class Packed(nnx.Module):
         shapes = kind.shapes(size_in, size_out)
         self.q = nnx.Param(jnp.zeros(shapes["q"].shape, shapes["q"].dtype))
         self.d = nnx.Param(jnp.zeros(shapes["d"].shape, shapes["d"].dtype))
-        self.m = nnx.Param(jnp.zeros(shapes["m"].shape, shapes["m"].dtype)) if "m" in shapes else None
+        self.m, self.s, self.h = (nnx.Param(jnp.zeros(shapes[name].shape, shapes[name].dtype))
+                                  if name in shapes else None for name in "msh")
         self.order = nnx.Param(jnp.zeros(size_in, jnp.int32)) if "order" in shapes else None
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """q, d and, if there is one, m, each with three axes on a mesh too."""
-        return [leaf[...].reshape(-1, *leaf[...].shape[-2:]) for leaf in (self.q, self.d, self.m) if leaf is not None]
+        """q, d and those of m, s and h that there are, each with three axes on a mesh too."""
+        leaves = self.q, self.d, self.m, self.s, self.h
+        return [leaf[...].reshape(-1, *leaf[...].shape[-2:]) for leaf in leaves if leaf is not None]
 
     def linear(self, x: jax.Array, *, one_sum: bool = False) -> jax.Array:
         """[T, in] -> [T, out]; see `native_packed.linear`."""

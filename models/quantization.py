@@ -13,8 +13,9 @@ from jaxpaged.pallas_kernels.native_packed import PER_WORD
 
 # Stored types that weights keep in memory, where the native CPU kernels compute the products.
 HALVES = ("bfloat16", "float16")
-# Types of GGUF's blocks among those that native products have.
-GGUF_BLOCKS = ("Q4_0", "Q4_1", "Q8_0")
+# Types of GGUF's blocks among those that native products have, and the numbers of a block.
+GGUF_BLOCKS = {"Q4_0": 32, "Q4_1": 32, "Q8_0": 32, "Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
+_HIGH_BITS = {"Q4_K": 0, "Q5_K": 1, "Q6_K": 2}  # of each number, those beyond four
 BLOCK = 32  # groups of numbers along the depth that share a scale are a multiple of this
 PANEL = 16  # columns that lie side by side
 
@@ -42,15 +43,19 @@ class PackedType:
 
     def split(self, depth: int) -> "PackedType | None":
         """The same for a shard of so many inputs, whose scales may be repeated; None if there is none."""
+        if self.name in GGUF_BLOCKS:
+            return None if depth % GGUF_BLOCKS[self.name] else self
         group = math.gcd(self.group, depth)
         return None if group % BLOCK else replace(self, group=group)
 
     def shapes(self, size_in: int, size_out: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of weights [in, out]; native/packed_linear.cc says how they lie.
+        """The arrays of weights [in, out]; native/packed_types.h says how they lie.
 
         q [out / 16, in / per word, 64] are words, d [out / 16, G, 16] scales of G groups, m of the same shape minimums
-        or zero points, order [in] which input each row of the weights multiplies.
+        or zero points, order [in] which input each row of the weights multiplies. s and h are of GGUF's blocks of 256.
         """
+        if self.name in _HIGH_BITS:
+            return self._super_shapes(size_in, size_out)
         panels, groups = size_out // PANEL, (size_out // PANEL, size_in // self.group, PANEL)
         found: dict[str, tuple[tuple[int, ...], Any]] = {
             "q": ((panels, size_in // self.per_word, 64), np.uint8),
@@ -62,11 +67,24 @@ class PackedType:
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found.items()}
 
 
+    def _super_shapes(self, size_in: int, size_out: int) -> dict[str, jax.ShapeDtypeStruct]:
+        panels, blocks, high = size_out // PANEL, size_in // BLOCK, _HIGH_BITS[self.name]
+        minimums = high < 2
+        found: dict[str, tuple[tuple[int, ...], Any]] = {
+            "q": ((panels, 4 * blocks, 64), np.uint8), "d": ((panels, blocks * (2 - minimums), PANEL), np.uint8)}
+        if minimums:
+            found["m"] = (panels, blocks, PANEL), np.uint8
+        found["s"] = (panels, size_in // 256, PANEL * (1 + minimums)), np.float16
+        if high:
+            found["h"] = (panels, blocks * high, 64), np.uint8
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found.items()}
+
+
 StoredType = str | PackedType  # a dtype's name, or another that the format has, or a type that may stay packed
 
 _SCALE_DTYPES: dict[str, Any] = {"F16": np.float16, "BF16": jnp.bfloat16, "F32": np.float32}
 # The arrays of `PackedType.shapes`.
-LEAVES = ("q", "d", "m", "order")
+LEAVES = ("q", "d", "m", "s", "h", "order")
 WEIGHTS = ("kernel", "table")  # the parameters that hold a product's weights
 
 

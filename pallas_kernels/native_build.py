@@ -22,7 +22,7 @@ import jax
 
 logger = logging.getLogger(__name__)
 
-_HEADERS = ("lanes.h", "weights.h", "products.h")
+_HEADERS = ("lanes.h", "weights.h", "products.h", "packed_types.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
           "-shared", "-pthread", "-w")

@@ -1,7 +1,7 @@
 """Products with weights that stay in 4 or 8 bits, as native XLA custom calls on the CPU.
 
 Float32 throughout: results are bitwise those that `native_linear` gives with the same weights widened to float32. How
-the blocks lie is said in native/packed_linear.cc.
+they lie is said in native/packed_types.h.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _LINEAR, _GATED, _LOOK_UP = "jaxpaged_packed_linear", "jaxpaged_packed_gated", "
 
 _SCALES = ("F16", "BF16", "F32")
 # The types of weights, and how many numbers along the depth a 32-bit word of each holds.
-PER_WORD = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4} | {
+PER_WORD = {"Q4_0": 8, "Q4_1": 8, "Q8_0": 4, "Q4_K": 8, "Q5_K": 8, "Q6_K": 8} | {
     f"{kind}_{scale}": 32 // int(kind[1]) for kind in ("I4", "I8", "F8") for scale in _SCALES}
 
 
@@ -32,7 +32,8 @@ def linear(x: jax.Array, kind: str, weights: Sequence[jax.Array], *, one_sum: bo
     Args:
         kind: the weights' type.
         weights: q [out / 16, words, 64] uint8, scales d [out / 16, G, 16] of G groups, and maybe m like d: minimums,
-            or zero points in uint8.
+            or zero points in uint8. Those of Q4_K, Q5_K and Q6_K also have s [out / 16, in / 256, 32 or 16], and the
+            last two h [out / 16, words, 64].
         one_sum: sum over the whole depth at once, as `native_linear.transposed` does.
     """
     _check(x, kind, weights)
@@ -59,5 +60,5 @@ def look_up(ids: jax.Array, kind: str, table: Sequence[jax.Array]) -> jax.Array:
 
 def _check(x: jax.Array, kind: str, weights: Sequence[jax.Array]) -> None:
     depth, groups = PER_WORD[kind] * weights[0].shape[1], weights[1].shape[1]
-    assert x.dtype == jnp.float32 and x.shape[1] == depth and depth % (32 * groups) == 0, (
+    assert x.dtype == jnp.float32 and x.shape[1] == depth and depth % (16 * groups) == 0, (
         x.dtype, x.shape, [leaf.shape for leaf in weights])

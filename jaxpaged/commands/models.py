@@ -34,7 +34,7 @@ def support_matrix() -> dict[str, dict[str, str]]:
             "formats": "safetensors, PyTorch .bin, Orbax" + (f", GGUF ({', '.join(files)})" if files else ""),
             "quantized": "; ".join(
                 ["AWQ, GPTQ, compressed-tensors, fp8: as stored on a CPU"] * reads_quantized(family)
-                + ["GGUF: Q4_0, Q4_1, Q8_0 as stored on a CPU, others widened"] * bool(files)) or "no",
+                + ["GGUF: Q4_0, Q4_1, Q8_0, Q4_K to Q6_K as stored on a CPU, others widened"] * bool(files)) or "no",
             "parallel": "tensor",
             "windows": family.windows or "no",
             "tested by": family.tested,

@@ -51,9 +51,10 @@ class EngineConfig:
                                       group="model")
     quantization: str | None = _flag(
         None, "none: all weights lie in memory in --dtype (default: on CPU those stored in 16 bits, in GGUF's "
-        "blocks of Q4_0, Q4_1 and Q8_0, or in groups of 4 or 8 bits, stay so, with the results of float32); int8 and "
-        "fp8 quantize the layers of a plain checkpoint as they are loaded, on a CPU; another method's name is checked "
-        "against the checkpoint's", choices=("none", *dict.fromkeys((*METHODS, *AT_LOAD))), group="model")
+        "blocks of Q4_0, Q4_1, Q8_0 and Q4_K to Q6_K, or in groups of 4 or 8 bits, stay so, with the results of "
+        "float32); int8 and fp8 quantize the layers of a plain checkpoint as they are loaded, on a CPU; another "
+        "method's name is checked against the checkpoint's",
+        choices=("none", *dict.fromkeys((*METHODS, *AT_LOAD))), group="model")
     load_format: str = _flag("auto", "format of the weights", choices=("auto", "safetensors", "gguf"), group="model")
     seed: int | None = _flag(None, "seed of requests that set none", group="model")
     chat_template: str | None = _flag(None, "file with a chat template, or the template itself", group="model")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxpaged.loading import panels
+from jaxpaged.loading import gguf_super_blocks, panels
 
 _BATCH = 1 << 20  # bytes of blocks that are reordered at a time
 
@@ -23,8 +23,12 @@ def pack(blocks: np.ndarray, kind: str, rows: np.ndarray, to: Mapping[str, np.nd
         batch = np.ascontiguousarray(blocks[rows[first : first + step]])
         part = slice(first // 16, (first + len(batch)) // 16)
         for name, out in to.items():
-            out[part] = (panels.words(_codes(batch, kind), 8 if kind == "Q8_0" else 4) if name == "q" else
-                           panels.columns(_scales(batch, 2 * (name == "m"))))
+            if kind in gguf_super_blocks.KINDS:
+                out[part] = gguf_super_blocks.packed(batch, kind, name)
+            elif name == "q":
+                out[part] = panels.words(_codes(batch, kind), 8 if kind == "Q8_0" else 4)
+            else:
+                out[part] = panels.columns(_scales(batch, 2 * (name == "m")))
 
 
 def _codes(blocks: np.ndarray, kind: str) -> np.ndarray:

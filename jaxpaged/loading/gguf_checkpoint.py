@@ -11,7 +11,7 @@ from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.loading.gguf_blocks import pack
 from jaxpaged.loading.gguf_families import GGUF_FAMILIES
 from jaxpaged.loading.gguf_split import SplitGguf
-from jaxpaged.models.quantization import BLOCK, GGUF_BLOCKS, PackedType, StoredType
+from jaxpaged.models.quantization import GGUF_BLOCKS, PANEL, PackedType, StoredType
 
 
 def gguf_names(architecture: str) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class GgufCheckpoint:
         if found in GGUF_BLOCKS:
             # Where numbers are in another order, blocks as they are would not do.
             return (f"{found} in another order" if self._is(source, (*self._family.transposed, *self._family.grouped))
-                    else PackedType(found))
+                    else PackedType(found, GGUF_BLOCKS[found]))
         return _DTYPES.get(found, found)
 
     def read_tensor(
@@ -169,7 +169,7 @@ class GgufCheckpoint:
         if heads is not None:
             in_file = _in_file_order(np.arange(count), count // heads).reshape(-1)
             rows = np.argsort(in_file)[rows]
-        each = BLOCK // kind.per_word if leaf == "q" else 1  # of a block
+        each = kind.shapes(GGUF_BLOCKS[kind.name], PANEL)[leaf].shape[1]  # of a block
         blocks = self._file.blocks(source)[:, columns.start // each : columns.stop // each]
         pack(blocks, kind.name, rows, {leaf: out})
         self._file.forget(source)

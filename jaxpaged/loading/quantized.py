@@ -45,7 +45,7 @@ class Form:
     """How weights are quantized, all parts alike.
 
     Attributes:
-        kind: I4, I8 or F8, the values' as native/packed_linear.cc has them; None: another.
+        kind: I4, I8 or F8, the values' as native/packed_types.h has them; None: another.
         groups: [in], the group of each input.
         scale_dtype: of the scales.
         zeros: there are zero points besides.

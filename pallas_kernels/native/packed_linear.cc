@@ -1,21 +1,11 @@
 // Products of float32 activations with weights that stay in 4 or 8 bits, for CPUs, called through XLA's FFI. A library
-// is compiled for one type of weights: -DJAXPAGED_BLOCK=Q4_0, Q4_1 or Q8_0, which are GGUF's blocks, or I4_F16, I8_BF16,
-// F8_F32 and so on: integers or floats of so many bits, with scales of that type.
+// is compiled for one type of weights: -DJAXPAGED_BLOCK=Q4_0, Q4_1, Q8_0, Q4_K, Q5_K or Q6_K, which are GGUF's blocks,
+// or I4_F16, I8_BF16, F8_F32 and so on: integers or floats of so many bits, with scales of that type.
 //
-// Weights [in, out] lie in panels of 16 columns, each one stream: `q`, words of 32 bits, one per column, that hold the
-// next 8 (4-bit) or 4 (8-bit) rows; and for each group of rows, a multiple of 32, the columns' scales `d` and maybe
-// minimums or zero points `m`: for GGUF's blocks, whose groups are 32, in float16, else as bytes.
-//
-//   Q4_0   w = d * (q - 8)      a word's byte b: rows b (low bits) and b + 4
-//   Q4_1   w = d * q + m        likewise
-//   Q8_0   w = d * (q - 128)    a word's byte b: row b; the file's numbers plus 128
-//   I4     w = d * (q - m)      as Q4_0; without m it is 8
-//   I8     w = d * (q - m)      as Q8_0; without m it is 128
-//   F8     w = d * q            as Q8_0; q in e4m3 (Micikevicius et al., 2022)
-//
-// Each weight is rebuilt in float32 as the loader would widen it: a 16-bit d times a small integer is exact, so there is
-// at most one rounding; with a float32 d the zero point is subtracted first. Sums are taken in the order of linear.cc: up the depth within a block, then block after block; results
-// are bitwise those of the widened weights there. The blocks are the same, too: both round them to 32 rows.
+// How weights lie is said in packed_types.h. Each is rebuilt in float32 as the loader would widen it: a 16-bit scale
+// times a small integer is exact, so there is at most one rounding; with a float32 scale the zero point is subtracted
+// first. Sums are taken in the order of linear.cc: up the depth within a block, then block after block; results are
+// bitwise those of the widened weights there. The blocks are the same, too: both round them to 32 rows.
 
 #include <algorithm>
 #include <atomic>
@@ -26,6 +16,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "packed_types.h"
 #include "weights.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -43,143 +34,12 @@ constexpr int kFewRows = 8;
 #endif
 // With the scales, too, there is room for fewer sums: most rows of so many vectors.
 constexpr int most_rows(int vectors) { return vectors == 1 ? kFewRows : vectors == 2 ? kFewRows / 2 : kFewRows / 4; }
-constexpr int kTile = 16;                // columns of a panel
 constexpr int kParts = kTile / kLanes;   // vectors of a panel
-constexpr int64_t kBlock = 32;           // a multiple of them share a scale
 constexpr int64_t kDepth = 384;          // longest block of sums, as in linear.cc
 constexpr int64_t kUnpacked = 128;       // rows that are widened at a time for many rows of x
 constexpr int64_t kAhead = 1536;         // bytes of a stream that are fetched before they are needed
 
-typedef int32_t AnyInts __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-template <int shift>
-Floats nibble(Ints word) {
-#if defined(__AVX512F__)
-  const __m512 table = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);  // looks at 4 bits alone
-  return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)word, shift), table);
-#else
-  return __builtin_convertvector((word >> shift) & 15, Floats);
-#endif
-}
-
-struct Packed {
-  const uint8_t *q, *d, *m;
-  int64_t group;  // rows that share a scale
-};
-
-struct f32 {
-  static Floats load(const float* from) { return jaxpaged::load(from); }
-};
-
-template <class T>
-Floats scales_at(const uint8_t* from) {
-  if constexpr (std::is_same_v<T, f32>) return f32::load(reinterpret_cast<const float*>(from));
-  else return T::load(reinterpret_cast<const uint16_t*>(from));
-}
-
-inline Floats bytes_at(const uint8_t* from) {
-#if defined(__AVX512F__)
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#else
-  Ints found;
-  for (int i = 0; i < kLanes; ++i) found[i] = from[i];
-  return __builtin_convertvector(found, Floats);
-#endif
-}
-
-// The scales of a group, and how a word becomes weights. kScale and kMinimum are bytes of one number.
-struct Q4_1 {
-  static constexpr int kLine = 8, kScale = 2, kMinimum = 2;  // kLine: rows of a word
-  Floats d, m;
-  void read(const uint8_t* scales, const uint8_t* minimums) { d = scales_at<f16>(scales), m = scales_at<f16>(minimums); }
-  template <int j>
-  Floats weight(Ints word) const { return multiply_add(nibble<j % 4 * 8 + j / 4 * 4>(word), d, m); }
-};
-
-struct Q4_0 : Q4_1 {
-  void read(const uint8_t* scales, const uint8_t*) { d = scales_at<f16>(scales), m = d * -8.0f; }
-};
-
-struct Q8_0 {
-  static constexpr int kLine = 4, kScale = 2, kMinimum = 2;
-  Floats d, m;
-  void read(const uint8_t* scales, const uint8_t*) { d = scales_at<f16>(scales), m = d * -128.0f; }
-  template <int j>
-  Floats weight(Ints word) const {
-    return multiply_add(__builtin_convertvector((word >> (8 * j)) & 255, Floats), d, m);
-  }
-};
-
-// Integers less their zero points, times scales of type T.
-template <int bits, class T>
-struct Integers {
-  static constexpr int kLine = 32 / bits, kScale = std::is_same_v<T, f32> ? 4 : 2, kMinimum = 1;
-  static constexpr bool kExact = !std::is_same_v<T, f32>;  // the product of scale and zero point
-  Floats d, m;
-  void read(const uint8_t* scales, const uint8_t* zeros) {
-    d = scales_at<T>(scales);
-    const Floats zero = zeros ? bytes_at(zeros) : Floats{} + float(1 << (bits - 1));
-    m = kExact ? d * -zero : zero;
-  }
-  template <int j>
-  Floats weight(Ints word) const {
-    Floats q;
-    if constexpr (bits == 4) q = nibble<j % 4 * 8 + j / 4 * 4>(word);
-    else q = __builtin_convertvector((word >> (8 * j)) & 255, Floats);
-    if constexpr (kExact) return multiply_add(q, d, m);
-    else return (q - m) * d;
-  }
-};
-
-// Floats of 8 bits, four of them the exponent's, times scales of type T.
-template <class T>
-struct Floats8 {
-  static constexpr int kLine = 4, kScale = std::is_same_v<T, f32> ? 4 : 2, kMinimum = 1;
-  Floats d;
-  void read(const uint8_t* scales, const uint8_t*) { d = scales_at<T>(scales); }
-  template <int j>
-  Floats weight(Ints word) const {
-    const Ints bits = word >> (8 * j), size = (bits & 127) << 20;
-    // Small numbers have no leading one: it is added, and subtracted as a number. The biases differ by 120.
-    const Floats small = (Floats)(size + (121 << 23)) - (Floats)(Ints{} + (121 << 23));
-    const Ints normal = size + (120 << 23);
-    return (Floats)((size < (1 << 23) ? (Ints)small : normal) | (bits & 128) << 24) * d;
-  }
-};
-
-typedef Integers<4, f16> I4_F16;
-typedef Integers<4, bf16> I4_BF16;
-typedef Integers<4, f32> I4_F32;
-typedef Integers<8, f16> I8_F16;
-typedef Integers<8, bf16> I8_BF16;
-typedef Integers<8, f32> I8_F32;
-typedef Floats8<f16> F8_F16;
-typedef Floats8<bf16> F8_BF16;
-typedef Floats8<f32> F8_F32;
-
-// A vector of columns, from some row on.
-template <class S>
-struct Stream {
-  const uint8_t *q, *d, *m;
-  int64_t left, group;  // rows until the next scales, and from these to those after them
-
-  Stream() = default;
-  Stream(const Packed& w, int64_t in, int64_t column, int64_t row) : left(w.group - row % w.group), group(w.group) {
-    const int64_t panel = column / kTile, lane = column % kTile;
-    q = w.q + ((panel * in + row) / S::kLine * kTile + lane) * 4;
-    const int64_t scale = (panel * in + row) / w.group * kTile + lane;
-    d = w.d + scale * S::kScale, m = w.m ? w.m + scale * S::kMinimum : nullptr;
-  }
-  Ints word(int i) const { return *reinterpret_cast<const AnyInts*>(q + 4 * kTile * i); }
-  void advance() {
-    q += kBlock / S::kLine * 4 * kTile;
-    if (left -= kBlock) return;
-    left = group, d += kTile * S::kScale;
-    if (m) m += kTile * S::kMinimum;
-  }
-};
 
 template <int n, class F>
 inline void times(F f) { if constexpr (n > 0) times<n - 1>(f), f(std::integral_constant<int, n - 1>()); }
@@ -208,9 +68,9 @@ void multiply_packed(const float* x, int64_t x_stride, const Packed& w, int64_t 
   JAXPAGED_EACH_VECTOR stream[v] = Stream<S>(w, in, column + v * kLanes, first);
   for (int64_t k = 0; k < depth; k += kBlock) {
     S scheme[V];
-    JAXPAGED_EACH_VECTOR scheme[v].read(stream[v].d, stream[v].m);
+    JAXPAGED_EACH_VECTOR scheme[v] = stream[v].scheme();
     for (int i = 0; i < kBlock / S::kLine; ++i) {
-      Ints word[V];
+      decltype(stream[0].word(i)) word[V];
       JAXPAGED_EACH_VECTOR {
         word[v] = stream[v].word(i);
         __builtin_prefetch(stream[v].q + 4 * kTile * i + kAhead, 0, 2);
@@ -246,10 +106,9 @@ void unpack(const Packed& w, int64_t in, int64_t column, int64_t first, int64_t 
     Stream<S> stream(w, in, column + v * kLanes, first);
     float* into = to + v * kLanes;
     for (int64_t k = 0; k < depth; k += kBlock, stream.advance()) {
-      S scheme;
-      scheme.read(stream.d, stream.m);
+      const S scheme = stream.scheme();
       for (int i = 0; i < kBlock / S::kLine; ++i) {
-        const Ints word = stream.word(i);
+        const auto word = stream.word(i);
         times<S::kLine>([&](auto j) { store(into, scheme.template weight<j>(word)), into += V * kLanes; });
       }
     }
@@ -344,10 +203,9 @@ struct Work {
       const int64_t lane = ids[t] % kLanes;
       Stream<S> stream(w, in, ids[t] - lane, 0);
       for (int64_t k = 0; k < in; k += kBlock, stream.advance()) {
-        S scheme;
-        scheme.read(stream.d, stream.m);
+        const S scheme = stream.scheme();
         for (int i = 0; i < kBlock / S::kLine; ++i) {
-          const Ints word = stream.word(i);
+          const auto word = stream.word(i);
           times<S::kLine>([&](auto j) { *y++ = scheme.template weight<j>(word)[lane]; });
         }
       }
@@ -384,13 +242,21 @@ class Call {
   std::atomic<int64_t> taken_{0}, done_{0};
 };
 
-typedef Work<JAXPAGED_BLOCK> Works;
+typedef JAXPAGED_BLOCK Type;
+typedef Work<Type> Works;
 
+template <class S>
 Packed packed(ffi::RemainingArgs& args, int64_t in) {
   const auto bytes = [&](int i) {
     return static_cast<const uint8_t*>((*args.get<ffi::AnyBuffer>(i)).untyped_data());
   };
-  return {bytes(0), bytes(1), args.size() > 2 ? bytes(2) : nullptr, in / (*args.get<ffi::AnyBuffer>(1)).dimensions()[1]};
+  const auto rows = [&](int i) { return in / (*args.get<ffi::AnyBuffer>(i)).dimensions()[1]; };
+  if constexpr (S::kSuper) {
+    constexpr int s = S::kMinimums ? 3 : 2;
+    return {bytes(0), bytes(1), bytes(2), bytes(s), bytes(s + (S::kHigh > 0)), rows(s)};
+  } else {
+    return {bytes(0), bytes(1), args.size() > 2 ? bytes(2) : nullptr, nullptr, nullptr, rows(1)};
+  }
 }
 
 void multiply_all(ffi::ThreadPool& pool, const Product& product) {
@@ -403,20 +269,21 @@ void multiply_all(ffi::ThreadPool& pool, const Product& product) {
 
 ffi::Error linear(ffi::ThreadPool pool, bool one_sum, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
                   ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  multiply_all(pool, {x.typed_data(), packed(weights, x.dimensions()[1]), y->typed_data(), x.dimensions()[0],
-                      x.dimensions()[1], y->dimensions()[1], false, one_sum});
+  const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = y->dimensions()[1];
+  multiply_all(pool, {x.typed_data(), packed<Type>(weights, in), y->typed_data(), rows, in, out, false, one_sum});
   return ffi::Error::Success();
 }
 
 ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
                  ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  multiply_all(pool, {x.typed_data(), packed(weights, x.dimensions()[1]), y->typed_data(), x.dimensions()[0],
-                      x.dimensions()[1], y->dimensions()[1], true, false});
+  const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = y->dimensions()[1];
+  multiply_all(pool, {x.typed_data(), packed<Type>(weights, in), y->typed_data(), rows, in, out, true, false});
   return ffi::Error::Success();
 }
 
 ffi::Error look_up(ffi::Buffer<ffi::S32> ids, ffi::RemainingArgs table, ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  Works::look_up(packed(table, y->dimensions()[1]), ids.typed_data(), ids.dimensions()[0], y->dimensions()[1], y->typed_data());
+  const int64_t in = y->dimensions()[1];
+  Works::look_up(packed<Type>(table, in), ids.typed_data(), ids.dimensions()[0], in, y->typed_data());
   return ffi::Error::Success();
 }
 
@@ -430,7 +297,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXPAGED_JOIN(jaxpaged_packed_linear, JAXPAGED_BLO
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<bool>("one_sum")
                                   .Arg<ffi::Buffer<ffi::F32>>()  // x [T, in]
-                                  .RemainingArgs()               // q, d and maybe m
+                                  .RemainingArgs()               // q, d and maybe m, s, h
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, out]
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXPAGED_JOIN(jaxpaged_packed_gated, JAXPAGED_BLOCK), jaxpaged::gated,

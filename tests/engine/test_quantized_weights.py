@@ -84,7 +84,8 @@ def test_products_whose_tensors_differ_are_dequantized(tmp_path: Path, model_pat
                       for name in ("attn.o", "mlp.gate_up", "mlp.down")}
 
 
-@pytest.mark.parametrize("method", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["int8", "fp8"])
 def test_plain_weights_are_quantized_as_they_are_loaded(method: str, tmp_path: Path, model_path: Path) -> None:
     """To the nearest value of 8 bits, with a scale for each output of a layer's products."""
     weights = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_weights().items()}
@@ -115,8 +116,8 @@ def test_plain_weights_are_quantized_as_they_are_loaded(method: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", [
-    "gptq", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "awq", "packed", "packed in order", "packed 8", "float8", "fp8 square", "fp8", "at load: fp8",
+    "gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "awq", "int8", "packed", "packed in order", "packed 8", "float8", "fp8 square", "fp8", "at load: fp8",
         "at load: int8"))])
 def test_the_plan_knows_the_bytes_from_the_config_alone(
         name: str, tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
@@ -57,6 +58,49 @@ def test_answers_are_bitwise_those_of_widened_weights(kind: str, tied: bool, tmp
         assert packed == products, "some products are widened"
         assert answers(kept) == answers(dense)
         assert kept.info.weight_bytes < dense.info.weight_bytes / (3 if kind == "Q8_0" else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_of_256(kind: str, tmp_path: Path, model_path: Path) -> None:
+    """Which the gguf package does not write: all bytes are random, but the scales of scales."""
+    config = CONFIG | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "tie_word_embeddings": True}
+    path, rng = write(tmp_path, "Q8_0", **config), np.random.default_rng(0)
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    with (
+        opened(write_super_blocks(path, tmp_path / "k.gguf", kind, size, rng), model_path) as kept,
+        opened(tmp_path / "k.gguf", model_path, quantization="none") as dense,
+    ):
+        assert {name.rpartition(".")[0] for name in leaves(kept) if name.endswith(".q")} == {
+            name for name in leaves(dense) if name.endswith((".kernel", ".table"))}
+        assert answers(kept) == answers(dense)
+        assert kept.info.weight_bytes < dense.info.weight_bytes / 4
+
+
+def write_super_blocks(source: Path, path: Path, kind: str, size: int, rng: np.random.Generator) -> Path:
+    """The file with random blocks of another type in place of those of each matrix."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kinds = field.types
+            writer.add_key_value(field.name, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    for tensor in reader.tensors:
+        rows, columns = (*map(int, tensor.shape[::-1]), 0)[:2]
+        if not columns:
+            writer.add_tensor(tensor.name, np.asarray(tensor.data))
+            continue
+        blocks = rng.integers(0, 256, (rows, columns // 256, size), np.uint8)
+        # A Q6_K scale is up to 128 times that of its block, the others' up to 63 times.
+        scale = np.full(1, 0.1 / (63 if kind != "Q6_K" else 128) / 16, np.float16).view(np.uint8)
+        for first in (208,) if kind == "Q6_K" else (0, 2):
+            blocks[..., first : first + 2] = scale
+        writer.add_tensor(tensor.name, blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def test_what_does_not_fit_panels_is_widened(tmp_path: Path, model_path: Path) -> None:

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.loading.gguf_blocks import pack
-from jaxpaged.models.quantization import GGUF_BLOCKS as BLOCKS
-from jaxpaged.models.quantization import PackedType
+from jaxpaged.models.quantization import GGUF_BLOCKS, PackedType
 from jaxpaged.pallas_kernels import native_linear, native_packed
 from jaxpaged.pallas_kernels.native_build import build
 from tests.pallas_kernels.test_native_linear import FLAGS
 
+BLOCKS = ("Q4_0", "Q4_1", "Q8_0")
 KERNELS = [native_linear.KERNEL, *map(native_packed.kernel_for, BLOCKS)]
 
 
@@ -41,15 +41,15 @@ def jitted(function: Any, *kind: str, **more: bool) -> Any:
 
 def packed(blocks: np.ndarray, kind: str) -> tuple[jax.Array, ...]:
     """The arrays of blocks [out, blocks of a row, bytes]."""
-    shapes = PackedType(kind).shapes(32 * blocks.shape[1], len(blocks))
+    shapes = PackedType(kind, GGUF_BLOCKS[kind]).shapes(GGUF_BLOCKS[kind] * blocks.shape[1], len(blocks))
     arrays = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
     pack(blocks, kind, np.arange(len(blocks)), arrays)
-    return tuple(jnp.asarray(arrays[name]) for name in "qdm" if name in arrays)
+    return tuple(jnp.asarray(arrays[name]) for name in "qdmsh" if name in arrays)
 
 
 def check(kind: str, blocks: np.ndarray, rows: int, seed: int = 0) -> None:
     """All products of some rows with blocks [out, blocks of a row, bytes], and the rows of a table."""
-    size_out, size_in = len(blocks), 32 * blocks.shape[1]
+    size_out, size_in = len(blocks), GGUF_BLOCKS[kind] * blocks.shape[1]
     with np.errstate(all="ignore"):
         wide = dequantize(blocks.reshape(size_out, -1), GGMLQuantizationType[kind]).astype(np.float32)
     rng = np.random.default_rng(seed)

@@ -18,9 +18,8 @@ from tests.pallas_kernels.test_native_linear import FLAGS
 from tests.pallas_kernels.test_native_packed import jitted
 
 KINDS = [f"{kind}_{scale}" for kind in ("I4", "I8", "F8") for scale in ("F16", "BF16", "F32")]
-QUICK = {"F8_F32"}
 SCALES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
-ANY_KIND = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in KINDS]
+pytestmark = pytest.mark.slow  # a library is compiled for each
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def check(kind: str, size_out: int, size_in: int, group: int, rows: int, zeros: 
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("kind", ANY_KIND)
+@pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_rows_and_groups(kind: str) -> None:
     """Groups as long as blocks of sums, longer, and all of the inputs; few rows and many."""
     zeros = not kind.startswith("F8")
@@ -83,7 +82,6 @@ def test_numbers_of_rows_and_groups(kind: str) -> None:
         check(kind, 32, 832, 64, rows, zeros)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_numbers(kind: str) -> None:
@@ -95,7 +93,6 @@ def test_any_numbers(kind: str) -> None:
     run()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("vectors", FLAGS)
 def test_narrower_vectors(vectors: str, tmp_path: Path) -> None:
     """What this machine compiles for CPUs that have less, in a process of its own."""
