@@ -14,6 +14,7 @@ from jaxpaged.text.conversation import unknown_message_fields
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN_FIELDS_LOGGED = 100
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some clients on Windows send it, and readers of JSON may ignore it
 
 _EXPECTED = {"stop": "must be a string or a list of strings", "stream_options": "must be an object",
              "messages": "must be a list of objects", "tools": "must be a list of objects",
@@ -55,6 +56,7 @@ class BodyReader:
         Raises:
             RequestError: the body is invalid; the text names the field, never its value.
         """
+        body = body.removeprefix(_BYTE_ORDER_MARK)
         _check_structure(body, self._limits)
         try:
             request = kind.model_validate_json(body)
@@ -124,7 +126,8 @@ def _explain(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path, text = first["loc"], first["msg"]
     if first["type"] == "json_invalid":
-        return RequestError("the request body is not valid JSON: " + text.removeprefix("Invalid JSON: "))
+        hint = "; half of a surrogate pair is no character" if "hex escape" in text else ""
+        return RequestError(f"the request body is not valid JSON: {text.removeprefix('Invalid JSON: ')}{hint}")
     if not path:
         return RequestError("the request body must be a JSON object")
     param = str(path[0])

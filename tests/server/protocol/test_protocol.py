@@ -50,6 +50,11 @@ def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> 
         BodyReader().read_body(CompletionRequest, body)
     assert error_status(caught.value) == 400
     assert "JSON" in caught.value.message and len(caught.value.message) < 200
+    assert ("surrogate" in caught.value.message) == (b"ud800" in body)
+
+
+def test_a_byte_order_mark_is_dropped() -> None:
+    assert BodyReader().read_body(CompletionRequest, b'\xef\xbb\xbf{"prompt": "a"}').prompt == "a"
 
 
 @pytest.mark.parametrize("body", [
