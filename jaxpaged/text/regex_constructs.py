@@ -32,7 +32,7 @@ _SET_PIECES = re.compile(r"""
   | (?P<backspace> \\b )
   | (?P<itself>   \\(?: [<>] | [^\x00-\x7f] ) )
   | (?P<escape>   \\. )
-  | (?P<open>     \[(?!:) )
+  | (?P<open>     \[(?!:\^?[a-z]{4,6}:\]) )
   | (?P<operator> && | ~~ )
 """, re.VERBOSE | re.DOTALL)
 
