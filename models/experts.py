@@ -54,8 +54,8 @@ class Experts(nnx.Module):
         if target is not None:
             y = gpu_experts.experts(x, expert, weight, gate_up, down, hidden_of(spec), self.expert_gate_up.biases,
                                     target=target)
-        elif self.expert_down.native and spec.activation == "silu" and not (spec.bias or spec.clamp):
-            y = native_experts.experts(x, expert, weight, gate_up, down)
+        elif self.expert_down.native and spec.activation == "silu":
+            y = native_experts.experts(x, expert, weight, gate_up, down, self.expert_gate_up.biases, spec.clamp)
         else:
             y = xla_experts.experts(x, expert, weight, gate_up, down, hidden_of(spec), self.expert_gate_up.biases)
         if self.shared is not None:

@@ -129,7 +129,7 @@ void run_all(ffi::ThreadPool& pool, std::vector<Product> products) {
 
 ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> expert,
                    ffi::Buffer<ffi::F32> weight, ffi::Buffer<kWeightType> gate_up, ffi::Buffer<kWeightType> down,
-                   ffi::Result<ffi::Buffer<ffi::F32>> y) {
+                   ffi::Buffer<ffi::F32> bias, float limit, float growth, ffi::Result<ffi::Buffer<ffi::F32>> y) {
   const int64_t tokens = x.dimensions()[0], model = x.dimensions()[1], top_k = expert.dimensions()[1];
   const int64_t count = down.dimensions()[0], mlp = down.dimensions()[1], pairs = tokens * top_k;
   const int32_t* chosen = expert.typed_data();
@@ -151,7 +151,8 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ff
     const int64_t at = first[e], of_expert = first[e + 1] - at;
     if (!of_expert) continue;
     gated.push_back({inputs.get() + at * model, gate_up.typed_data() + e * model * 2 * mlp, hidden.get() + at * mlp,
-                     of_expert, model, mlp, true});
+                     of_expert, model, mlp, true,
+                     bias.element_count() ? bias.typed_data() + e * 2 * mlp : nullptr, limit, growth});
     last.push_back({hidden.get() + at * mlp, down.typed_data() + e * mlp * model, outputs.get() + at * model, of_expert,
                     mlp, model});
   }
@@ -182,4 +183,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXPAGED_NAMED(jaxpaged_experts), jaxpaged::expert
                                   .Arg<ffi::Buffer<ffi::F32>>()    // weight [T, k]
                                   .Arg<ffi::Buffer<jaxpaged::kWeightType>>()    // gate and up [E, D, 2 * F]
                                   .Arg<ffi::Buffer<jaxpaged::kWeightType>>()    // down [E, F, D]
+                                  .Arg<ffi::Buffer<ffi::F32>>()    // bias of gate and up [E, 2 * F] or [0]
+                                  .Attr<float>("limit")            // 0: silu and no bounds
+                                  .Attr<float>("growth")
                                   .Ret<ffi::Buffer<ffi::F32>>());  // [T, D]

@@ -121,13 +121,16 @@ Multiply<W> fetching(const Ahead& ahead, int64_t rows, int vectors) {
   return ahead.lines ? find_multiply<Mode::kEveryStep, W>(rows, vectors) : find_multiply<Mode::kPaced, W>(rows, vectors);
 }
 
-// y = x @ w; or, gated, silu(x @ g) * (x @ u) of w = [g | u].
+// y = x @ w; or, gated, silu(x @ g) * (x @ u) of w = [g | u]. With a bias [2 * out], that is added to both products;
+// with a limit, both are bounded by it, and what is computed of them is gpt-oss's.
 struct Product {
   const float* x;
   const Weight* w;
   float* y;
   int64_t rows, in, out;
   bool gated = false;
+  const float* bias = nullptr;
+  float limit = 0, growth = 1;
 
   // Blocks of whole groups of quantized weights, so that packed_linear.cc can take its sums in the same order.
   int64_t depth() const { return round_up(div_up(in, std::max<int64_t>(2, div_up(in, kDepth))), kGroup); }
@@ -142,6 +145,15 @@ struct Product {
   }
   int64_t partials() const { return blocks() * rows * padded(); }
 
+  Floats hidden(Floats gate, Floats up) const {
+    if (limit <= 0) return silu(gate) * up;
+    const Floats most = Floats{} + limit;
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up;
+    up = up < -most ? -most : up;
+    return silu(gate * growth) / growth * (up + 1.0f);
+  }
+
   // Outputs `first` to `last` of one row from its finished sums.
   void finish(int64_t row, int64_t first, int64_t last, const float* sums, const float* up_sums) const {
     float* to = y + row * out + first;
@@ -149,7 +161,11 @@ struct Product {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
       Floats value = load(sums + i);
-      if (gated) value = silu(value) * load(up_sums + i);
+      if (gated) {
+        Floats up = load(up_sums + i);
+        if (bias) value = value + load(bias + first + i), up = up + load(bias + out + first + i);
+        value = hidden(value, up);
+      }
       store(to + i, value);
     }
     if (i == count) return;
@@ -157,7 +173,8 @@ struct Product {
     std::copy(sums + i, sums + count, rest);
     if (gated) {
       std::copy(up_sums + i, up_sums + count, up_rest);
-      store(rest, silu(load(rest)) * load(up_rest));
+      for (int64_t k = i; bias && k < count; ++k) rest[k - i] += bias[first + k], up_rest[k - i] += bias[out + first + k];
+      store(rest, hidden(load(rest), load(up_rest)));
     }
     std::copy(rest, rest + (count - i), to + i);
   }

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.models.config import ExpertsSpec
+from jaxpaged.models.experts import hidden_of
 from jaxpaged.pallas_kernels import gpu_experts, native_experts, reference, xla_experts
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.native_build import build
@@ -226,26 +228,25 @@ def test_xla_holds_no_product_of_all_experts() -> None:
     assert memory is not None and memory.temp_size_in_bytes < 4 * pairs + 2 * one_expert
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [13, 60])
-def test_gpu_experts_with_biases_and_bounds(tokens: int) -> None:
-    """The kernels interpreted, with what gpt-oss has, against the XLA path; weights of padding's experts are NaN."""
+@pytest.mark.parametrize(("path", "tokens"), [
+    ("native", 13), ("native", 150), *(pytest.param("gpu", tokens, marks=pytest.mark.slow) for tokens in (13, 60))])
+def test_biases_and_bounds(path: str, tokens: int, native_folder: Path) -> None:
+    """What gpt-oss has, against the XLA path; the weights of an expert that nobody is sent to are NaN."""
     rng = np.random.default_rng(tokens)
-    x, expert, weight, gate_up, down = draw(4, tokens, 6, 3, 24, 20)
-    bias = rng.standard_normal((6, 40)).astype(np.float32)
+    x, expert, weight, gate_up, down = draw(4, tokens, 6, 3, 24, 53)
+    bias = rng.standard_normal((6, 106)).astype(np.float32)
     expert[expert == 5] = 6
     gate_up[5] = bias[5] = down[5] = np.nan
-
-    def bounded(gate: jax.Array, up: jax.Array) -> jax.Array:
-        gate = jnp.minimum(gate, 1.0)
-        return gate * jax.nn.sigmoid(1.7 * gate) * (jnp.clip(up, -1.0, 1.0) + 1)
-
-    small = ProductTiles((16,), 32, 32, 4, 3)
-    tiles = ExpertTiles(small, small) if tokens == 13 else GPU_TILES
-    on_gpu: Any = partial(gpu_experts.experts, hidden=bounded, target=GPU, tiles=tiles)
+    clamp = 1.0, 1.7
+    bounded = hidden_of(ExpertsSpec(53, 6, RoutingRule(3), clamp=clamp))
     by_xla: Any = partial(xla_experts.experts, hidden=bounded)
-    found, wanted = (run(*map(jnp.asarray, (x, expert, weight, gate_up, down)), bias=jnp.asarray(bias))
-                     for run in (on_gpu, by_xla))
+    run: Any = partial(gpu_experts.experts, hidden=bounded, target=GPU, tiles=GPU_TILES)
+    if path == "native":
+        if failure := build(native_folder, [native_experts.kernel_for("float32")]):
+            pytest.skip(f"the native kernel cannot be built here: {failure}")
+        run = jax.jit(partial(native_experts.experts, clamp=clamp))
+    found, wanted = (function(*map(jnp.asarray, (x, expert, weight, gate_up, down)), bias=jnp.asarray(bias))
+                     for function in (run, by_xla))
     np.testing.assert_allclose(found, wanted, atol=3e-5, rtol=3e-5)
 
 
