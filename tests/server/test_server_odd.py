@@ -105,7 +105,8 @@ def draw(number: int) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = {"max_tokens": rng.choice([2, 3, 9, 17]), "seed": number, "logit_bias": {str(BAD_ID): -100}}
     body |= {name: rng.choice(values) for name, values in CHOICES.items() if rng.random() < 0.3}
     if "structured_outputs" in body:
-        body.pop("allowed_token_ids", None)
+        for name in ("allowed_token_ids", "bad_words"):  # which may leave no token
+            body.pop(name, None)
     if path == CHAT:
         return path, body | {"messages": [{"role": "user", "content": text}]} | rng.choice(
             [{}, {"logprobs": True, "top_logprobs": 3}])
