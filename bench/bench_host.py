@@ -60,8 +60,8 @@ def make_engine(arguments: dict[str, Any], windows: Sequence[int]) -> Any:
 
     family = find_family(TINY)
     shape = family.config_from_hf(TINY | {"num_hidden_layers": len(windows)})
-    layers = tuple(replace(layer, mixer=layer.mixer.of_layer(layer.mixer.rope, window or None))
-                   for layer, window in zip(shape.layers, windows, strict=True))
+    layers = tuple(replace(layer, mixer=mixer.of_layer(mixer.rope, window or None))
+                   for layer, mixer, window in zip(shape.layers, shape.attention, windows, strict=True))
     module = family.build(shape.replace(layers=layers), jnp.float32, 0)
     config = EngineConfig(**({"max_num_seqs": 256, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 16_384,
                               "max_model_len": 1024, "max_waiting_requests": 100_000} | arguments))

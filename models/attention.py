@@ -34,6 +34,7 @@ class Attention(nnx.Module):
         self.o = Linear(heads * head_dim, model_dim, bias=spec.output_bias, dtype=dtype, rngs=rngs, sum_over=axis)
         self.q_norm = self._qk_norm(heads, dtype)
         self.k_norm = self._qk_norm(kv_heads, dtype)
+        self.gate = Linear(model_dim, heads * head_dim, bias=False, dtype=dtype, rngs=rngs) if spec.gated else None
         self.sinks = nnx.Param(jnp.zeros(heads, jnp.float32)) if spec.sinks else None
         self.alibi_heads = heads if spec.alibi else 0
         self.rule = AttentionRule(spec.scale or head_dim**-0.5, spec.window, spec.softcap)
@@ -67,7 +68,10 @@ class Attention(nnx.Module):
             y, keys = (rotate(part.apart(), meta.cos, meta.sin) for part in (q, k))
             pages = write_kv(pages, keys, v.apart(), meta.page, meta.offset)
             y = xla_paged_attention.paged_attention(y, pages, meta.block_table, work, rule, bias, XLA_TILES)
-        return self.o(y.reshape(x.shape[0], -1)), pages
+        y = y.reshape(x.shape[0], -1)
+        if self.gate is not None:
+            y = y * jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(y.dtype)
+        return self.o(y), pages
 
     def _qk_norm(self, heads: int, dtype: jnp.dtype) -> Norm | None:
         over, size = self.spec.qk_norm_over, self.head_dim

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxpaged.core.kv_groups import KVLayout, make_layout
+from jaxpaged.core.kv_groups import KVLayout, make_layout, with_states
 from jaxpaged.models.quantization import DENSE, QuantScheme
 from jaxpaged.pallas_kernels.routing import RoutingRule
 
@@ -68,6 +68,7 @@ class AttentionSpec:
         scale, window, softcap: see `AttentionRule`; scale None is H ** -0.5.
         alibi, alibi_scale: a bias that grows with distance (Press et al., 2022), and a factor on its slopes.
         sinks: a learned logit per head that takes weight and gives no value (gpt-oss).
+        gated: the result is multiplied by the sigmoid of a product with the token, number by number.
     """
 
     num_heads: int
@@ -85,6 +86,7 @@ class AttentionSpec:
     alibi: bool = False
     alibi_scale: float = 1.0
     sinks: bool = False
+    gated: bool = False
 
     def of_layer(self, rope: RopeConfig | None, window: int | None) -> "AttentionSpec":
         """With a layer's rotary rule and window."""
@@ -152,6 +154,48 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """A gated delta net (Yang et al., 2024): each value head has a state, a matrix [key_dim, value_dim].
+
+    Attributes:
+        key_heads: heads of queries and keys; each serves value_heads // key_heads heads of values.
+        conv_width: tokens that the causal convolution before it sees.
+        eps: of the norm after it.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    eps: float = 1e-6
+
+    def part(self, devices: int, kv_devices: int) -> "DeltaSpec":
+        """With the heads of each of `devices` devices."""
+        return replace(self, key_heads=self.key_heads // devices, value_heads=self.value_heads // devices)
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all heads' keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads' values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the state of a sequence: the inputs that the convolution still sees, then the matrices."""
+        return (self.conv_width - 1) * self.channels + self.values * self.key_dim
+
+
+@dataclass(frozen=True, slots=True)
 class MLPSpec:
     """A dense MLP.
 
@@ -202,8 +246,9 @@ class ExpertsSpec:
         return replace(self, dim=up(self.dim), shared_dim=up(self.shared_dim))
 
 
-# What a layer may consist of; each kind has a module of its own. Recurrent state becomes another mixer.
-MixerSpec = AttentionSpec | LatentSpec
+# What a layer may consist of; each kind has a module of its own.
+TokenSpec = AttentionSpec | LatentSpec
+MixerSpec = TokenSpec | DeltaSpec
 AnyMLPSpec = MLPSpec | ExpertsSpec
 
 
@@ -282,7 +327,9 @@ class ModelConfig:
     def for_length(self, length: int) -> "ModelConfig":
         """The model as it serves texts of up to `length` tokens; some rotary rules depend on that."""
         def served(spec: MixerSpec) -> MixerSpec:
-            return replace(spec, rope=replace(spec.rope, length=length)) if spec.rope and spec.rope.length else spec
+            if isinstance(spec, DeltaSpec) or not spec.rope or not spec.rope.length:
+                return spec
+            return replace(spec, rope=replace(spec.rope, length=length))
 
         return replace(self, layers=tuple(replace(layer, mixer=served(layer.mixer)) for layer in self.layers))
 
@@ -296,14 +343,22 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def attention(self) -> tuple[MixerSpec, ...]:
-        """The attention of each layer."""
-        return tuple(layer.mixer for layer in self.layers)
+    def attention(self) -> tuple[TokenSpec, ...]:
+        """The attention of each layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, DeltaSpec))
+
+    @property
+    def states(self) -> tuple[DeltaSpec, ...]:
+        """The recurrent mixer of each layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaSpec))
 
     @property
     def kv_layout(self) -> KVLayout:
-        """Where the keys and values of each layer lie."""
-        return make_layout(tuple(spec.window for spec in self.attention))
+        """Where the keys and values, or the state, of each layer lie."""
+        layout = make_layout(tuple(spec.window for spec in self.attention))
+        if not self.states:
+            return layout
+        return with_states(layout, [isinstance(layer.mixer, DeltaSpec) for layer in self.layers])
 
     @property
     def has_latents(self) -> bool:

@@ -52,5 +52,6 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     if not flag(hf, "scale_attn_by_inverse_layer_idx"):
         return config
     scale = config.attention[0].scale or config.head_dim**-0.5
-    return config.replace(layers=tuple(replace(layer, mixer=replace(layer.mixer, scale=scale / (index + 1)))
-                                       for index, layer in enumerate(config.layers)))
+    return config.replace(layers=tuple(
+        replace(layer, mixer=replace(mixer, scale=scale / (index + 1)))
+        for index, (layer, mixer) in enumerate(zip(config.layers, config.attention, strict=True))))

@@ -10,11 +10,11 @@ from jaxpaged.models.config import (
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
-    MixerSpec,
     MLPSpec,
     ModelConfig,
     NormSpec,
     RopeConfig,
+    TokenSpec,
 )
 from jaxpaged.models.config_checks import check_quantization, check_unread
 from jaxpaged.models.rope_tables import context_length, rope_config, stretched_length
@@ -93,7 +93,7 @@ def common_config(
         raise CheckpointError(f"config.json: head_dim ({head_dim}), which is hidden_size // num_attention_heads unless "
                               "given, must be even")
     bias = flag(hf, "attention_bias")
-    mixer: MixerSpec = latent or replace(AttentionSpec(heads, kv_heads, head_dim, None, bias, bias), **attention or {})
+    mixer: TokenSpec = latent or replace(AttentionSpec(heads, kv_heads, head_dim, None, bias, bias), **attention or {})
     dense = replace(MLPSpec(size(hf, "intermediate_size"), activation(hf, "hidden_act"), bias=flag(hf, "mlp_bias")),
                     **mlp or {})
     norm = norm or norm_spec(hf)

@@ -8,9 +8,10 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.models.config import AttentionSpec, LatentSpec, MixerSpec, ModelConfig, RopeConfig
+from jaxpaged.models.config import AttentionSpec, DeltaSpec, LatentSpec, ModelConfig, RopeConfig, TokenSpec
 from jaxpaged.models.rotary import rotary_angles
 from jaxpaged.pallas_kernels import paged_attention, paged_latents, xla_paged_attention
+from jaxpaged.pallas_kernels.delta_rule import StateTiles, make_state_tiles
 from jaxpaged.pallas_kernels.lowering import GpuTarget
 from jaxpaged.pallas_kernels.tiles import AttentionTiles, LatentTiles
 from jaxpaged.pallas_kernels.work_list import GpuWorkList, make_work_list
@@ -77,6 +78,33 @@ class AttentionMetadata:
         return self.slot != self.block_table.shape[0] - 1
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["slot", "position", "table", "tiles"], meta_fields=["target"])
+@dataclass(frozen=True)
+class StateMetadata:
+    """What one layer with a recurrent state reads of a step.
+
+    Attributes:
+        slot, position: as in `AttentionMetadata`.
+        table: [slots + 1, n] units that hold each slot's state of this layer.
+        tiles: consecutive rows of one slot each.
+        target: the GPU, if it runs on one.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    table: jax.Array
+    tiles: StateTiles
+    target: GpuTarget | None = None
+
+    @property
+    def valid(self) -> jax.Array:
+        """[T] bool: whether a row is a token; the others are padding."""
+        return self.slot != self.table.shape[0] - 1
+
+
+LayerMetadata = AttentionMetadata | StateMetadata
+
+
 class WorkShape(NamedTuple):
     """What the GPU's work list depends on."""
 
@@ -93,15 +121,19 @@ class WorkShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerIndices:
-    """Which of a step's angles, work lists and block-table units a layer reads."""
+    """Which of a step's angles, work lists and block-table units a layer reads.
+
+    Of a layer with a state: the slice of it, and nothing else.
+    """
 
     angles: int
     work: int
     unit: int
+    has_state: bool = False
 
 
 @partial(jax.tree_util.register_dataclass,
-         data_fields=["slot", "position", "page", "offset", "angles", "block_table", "work"],
+         data_fields=["slot", "position", "page", "offset", "angles", "block_table", "work", "states"],
          meta_fields=["layers", "target"])
 @dataclass(frozen=True)
 class StepMetadata:
@@ -113,6 +145,7 @@ class StepMetadata:
         block_table: [U, slots + 1, width].
         work: for each distinct shape and window of attention.
         layers: indices of each layer into these.
+        states: of each slice of the states, what its layers read.
         For the rest see `AttentionMetadata`.
     """
 
@@ -125,9 +158,12 @@ class StepMetadata:
     work: tuple[Work, ...]
     layers: tuple[LayerIndices, ...]
     target: GpuTarget | None = None
+    states: tuple[StateMetadata, ...] = ()
 
-    def of_layer(self, layer: int) -> AttentionMetadata:
+    def of_layer(self, layer: int) -> LayerMetadata:
         indices = self.layers[layer]
+        if indices.has_state:
+            return self.states[indices.unit]
         cos, sin = self.angles[indices.angles]
         return AttentionMetadata(self.slot, self.position, self.page[indices.unit], self.offset, cos, sin,
                                  self.block_table[indices.unit], self.work[indices.work], self.target)
@@ -136,7 +172,7 @@ class StepMetadata:
 def make_metadata(
     slot: jax.Array, position: jax.Array, block_table: jax.Array, config: ModelConfig, block_size: int, *,
     dtype: jnp.dtype | None = None, cache_dtype: jnp.dtype | None = None, native: bool = False,
-    target: GpuTarget | None = None,
+    target: GpuTarget | None = None, state_table: jax.Array | None = None,
 ) -> StepMetadata:
     """Metadata of a step of T tokens; padding rows have the null slot (the tables' last row) and position 0.
 
@@ -146,6 +182,7 @@ def make_metadata(
         dtype, cache_dtype: of the queries and of the pages; only the GPU's tiles depend on them.
         native: attention runs in the native CPU kernel; see `native_build.build`.
         target: the GPU, if it runs on one.
+        state_table: [slots + 1, n * slices] units of each slot's state, where the model has one.
     """
     null_slot = block_table.shape[1] - 1
     page = block_table[:, slot, position // block_size]
@@ -169,16 +206,24 @@ def make_metadata(
     # On CPU one list serves all layers.
     shapes, shape_of = _distinct([_gpu_shape(spec, dtype, cache_dtype) if target else None
                                   for spec in config.attention])
+    layout, of_attention = config.kv_layout, iter(zip(rule_of, shape_of, strict=True))
+    layers = tuple(LayerIndices(0, 0, unit, has_state=True) if isinstance(layer.mixer, DeltaSpec) else
+                   LayerIndices(*next(of_attention), unit)
+                   for layer, unit in zip(config.layers, layout.units, strict=True))
+    states: tuple[StateMetadata, ...] = ()
+    if layout.state_slices:
+        assert state_table is not None, "a model with states needs their table"
+        tiles = make_state_tiles(slot, null_slot)
+        states = tuple(StateMetadata(slot, position, table, tiles, target)
+                       for table in jnp.split(state_table, layout.state_slices, axis=1))
     return StepMetadata(
         slot=slot, position=position, page=page, offset=position % block_size,
         angles=tuple(_angles(position, rope, size) for rope, size in rules), block_table=block_table,
-        work=tuple(map(work_of, shapes)),
-        layers=tuple(LayerIndices(*indices) for indices in zip(rule_of, shape_of, config.kv_layout.units, strict=True)),
-        target=target)
+        work=tuple(map(work_of, shapes)), layers=layers, target=target, states=states)
 
 
 def _gpu_shape(
-    spec: MixerSpec, dtype: jnp.dtype | None, cache_dtype: jnp.dtype | None
+    spec: TokenSpec, dtype: jnp.dtype | None, cache_dtype: jnp.dtype | None
 ) -> WorkShape | LatentSpec | None:
     """What the GPU's work list depends on; None: XLA computes this attention."""
     if isinstance(spec, AttentionSpec):

@@ -12,17 +12,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.models.attention import Attention
-from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, MLPSpec, ModelConfig
+from jaxpaged.models.config import (
+    AttentionSpec,
+    DeltaSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+)
+from jaxpaged.models.delta_net import DeltaNet
 from jaxpaged.models.experts import Experts
 from jaxpaged.models.latent_attention import LatentAttention
 from jaxpaged.models.layers import Embedding, Linear, MeshAxes, Norm, keep_packed
-from jaxpaged.models.metadata import AttentionMetadata, StepMetadata
+from jaxpaged.models.metadata import LayerMetadata, StepMetadata
 from jaxpaged.models.mlp import DenseMLP
 from jaxpaged.pallas_kernels.kv_pages import Pages
 
 Pools = tuple[Pages, ...]  # one per strip, see `KVLayout`
 
-MIXERS: dict[type, Callable[..., Any]] = {AttentionSpec: Attention, LatentSpec: LatentAttention}
+MIXERS: dict[type, Callable[..., Any]] = {
+    AttentionSpec: Attention, LatentSpec: LatentAttention, DeltaSpec: DeltaNet}
 MLPS: dict[type, Callable[..., DenseMLP | Experts]] = {MLPSpec: DenseMLP, ExpertsSpec: Experts}
 
 
@@ -45,8 +55,8 @@ class DecoderLayer(nnx.Module):
         self.parallel = spec.norms.startswith("parallel")
         self.residual_scale = spec.residual_scale
 
-    def __call__(self, x: jax.Array, pages: Pages, meta: AttentionMetadata) -> tuple[jax.Array, Pages]:
-        """[T, D] -> [T, D], and the pools with this step's keys and values."""
+    def __call__(self, x: jax.Array, pages: Pages, meta: LayerMetadata) -> tuple[jax.Array, Pages]:
+        """[T, D] -> [T, D], and the pools with this step's keys and values, or states."""
         normed = _apply(self.attn_norm, x)
         y, pages = self.attn(normed, pages, meta)
         if self.parallel:
@@ -55,7 +65,7 @@ class DecoderLayer(nnx.Module):
         x = self._add_normed(x, y, self.attn_post_norm)
         return self._add_normed(x, self._mlp(_apply(self.mlp_norm, x), meta), self.mlp_post_norm), pages
 
-    def _mlp(self, x: jax.Array, meta: AttentionMetadata) -> jax.Array:
+    def _mlp(self, x: jax.Array, meta: LayerMetadata) -> jax.Array:
         return self.mlp(x, meta.valid, meta.target) if isinstance(self.mlp, Experts) else self.mlp(x)
 
     def _add_normed(self, x: jax.Array, y: jax.Array, norm: Norm | None) -> jax.Array:
@@ -149,6 +159,6 @@ class Transformer(nnx.Module):
 # A jit inside the step's jit: equal layers are traced once.
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, pages: Pages, meta: AttentionMetadata
+    graph: nnx.GraphDef[DecoderLayer], weights: nnx.State, x: jax.Array, pages: Pages, meta: LayerMetadata
 ) -> tuple[jax.Array, Pages]:
     return nnx.merge(graph, weights)(x, pages, meta)

@@ -23,8 +23,11 @@ Bounds = Callable[[ModelConfig, int], tuple[slice, ...]]
 
 # The size of a logical axis in a layer, where it is a part of a fused axis.
 AXIS_SIZES: dict[str, Callable[[ModelConfig, int], int]] = {
-    "heads": lambda config, layer: config.attention[layer].num_heads * config.attention[layer].head_dim,
-    "kv_heads": lambda config, layer: config.attention[layer].num_kv_heads * config.attention[layer].head_dim,
+    "heads": lambda config, layer: _size(config, layer, "num_heads") * _size(config, layer, "head_dim"),
+    "kv_heads": lambda config, layer: _size(config, layer, "num_kv_heads") * _size(config, layer, "head_dim"),
+    "state_keys": lambda config, layer: _size(config, layer, "keys"),
+    "state_values": lambda config, layer: _size(config, layer, "values"),
+    "state_heads": lambda config, layer: _size(config, layer, "value_heads"),
     "mlp": lambda config, layer: config.layers[layer].mlp.dim,
     "shared_mlp": lambda config, layer: getattr(config.layers[layer].mlp, "shared_dim", 0),
 }
@@ -50,8 +53,10 @@ class TensorSlice:
 
     def order(self, config: ModelConfig, layer: int) -> tuple[int, ...] | None:
         """Where each number of a head lies in the checkpoint; None: in the same place."""
-        spec = config.attention[layer]
-        return None if self.heads_axis is None else head_order(spec.head_dim, spec.rope)
+        spec = config.layers[layer].mixer
+        if self.heads_axis is None or not isinstance(spec, AttentionSpec):
+            return None
+        return head_order(spec.head_dim, spec.rope)
 
 
 Source = str | TensorSlice
@@ -64,7 +69,7 @@ class WeightRule:
     Several tensors, each transformed, become one parameter along its fused axis, in the order of the axis' names. A
     single tensor that a checkpoint has fused already needs no more than the names.
 
-    `axes` are the parameter's, after the transform: "heads", "kv_heads", "mlp", "shared_mlp", "vocab", or "experts".
+    `axes` are the parameter's, after the transform: names of `AXIS_SIZES`, "vocab", or "experts".
 
     Of several rules with one path the first whose tensors a checkpoint has is taken; they have the same axes.
 
@@ -336,6 +341,11 @@ def rotated(tensor: str, heads_axis: int = 0) -> TensorSlice:
 def flat(tensor: np.ndarray) -> np.ndarray:
     """All numbers along one axis."""
     return tensor.reshape(-1)
+
+
+def _size(config: ModelConfig, layer: int, name: str) -> int:
+    """A size of a layer's mixer; 0 where it is of another kind."""
+    return int(getattr(config.layers[layer].mixer, name, 0))
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:

@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # Modules that do not lie on their room's floor. Those without a room start the commands; those of the server are what
 # its rooms read.
 ROOM_OF = {"": "entry", "__main__": "entry", "plan": "entry", "compile": "entry", "convert": "entry",
-          "errors": "entry", "models.__main__": "entry", "run_batch": "server", "chat": "entry",
+          "errors": "entry", "models.__main__": "entry", "run_batch": "server",
            "server.args": "server.args", "server.logs": "server.logs"}
 ROOMS |= {"server.args": (("yaml",), ("core", "server.parsers")), "server.logs": ((), ())}
 MAX_FLOORS = 9
@@ -156,7 +156,7 @@ def _loaded_by(code: str) -> set[str]:
     return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
 
 
-@pytest.mark.parametrize("command", ["server", "plan", "convert", "compile", "models", "run_batch", "chat"])
+@pytest.mark.parametrize("command", ["server", "plan", "convert", "compile", "models", "run_batch"])
 def test_help_loads_neither_jax_nor_fastapi(command: str) -> None:
     """What makes `--help` quick."""
     loaded = _loaded_by(f"import runpy, sys\nsys.argv = ['jaxpaged.{command}', '--help']\n"

@@ -10,7 +10,6 @@ from jaxpaged import __version__
 # Name, module with its `main`, description. Imported on demand, so that --version is quick.
 _COMMANDS = (
     ("serve", "server.__main__", "serve a model over the OpenAI protocol"),
-    ("chat", "commands.chat", "chat with a model on a server"),
     ("run-batch", "server.batch.command", "answer the requests of a file"),
     ("plan", "commands.plan", "print how a model fits a device's memory"),
     ("compile", "commands.compile", "compile a model's programs ahead of time"),

@@ -81,8 +81,11 @@ class MemoryPlan:
         """What each KV group keeps, where there are several or windows."""
         if self.groups == (KVGroup(),):
             return []
-        kept = "; ".join(f"{'all tokens' if group.window is None else f'a window of {group.window:,}'} in "
-                         f"{group.width} unit{'s' if group.width > 1 else ''} per block" for group in self.groups)
+        kept = "; ".join(
+            f"a state of {group.width:,} units per request, and copies for shared prefixes at most every "
+            f"{group.save_every * self.block_size:,} tokens" if group.save_every else
+            f"{'all tokens' if group.window is None else f'a window of {group.window:,}'} in "
+            f"{group.width} unit{'s' if group.width > 1 else ''} per block" for group in self.groups)
         return [f"  KV groups keep {kept}"]
 
 
@@ -150,8 +153,11 @@ def temporary_bound(config: ModelConfig, *, num_devices: int, tokens: int, sampl
     heads = -(-max(spec.num_heads for spec in config.attention) // num_devices) + \
         2 * -(-config.num_kv_heads // min(num_devices, config.num_kv_heads))
     mlp = max(_mlp_numbers(spec, config.model_dim, num_devices) for spec in {layer.mlp for layer in config.layers})
-    row = 4 * config.model_dim * (itemsize + 4) + 4 * heads * config.head_dim * (itemsize + 4) + \
-        mlp * (itemsize + 4)
+    mixers = 4 * heads * config.head_dim
+    # The inputs of a state's layer as such, in float32, and padded; and a few copies of one state.
+    states = [-(-(spec.channels + 2 * spec.values) // num_devices) for spec in config.states]
+    row = 4 * config.model_dim * (itemsize + 4) + max([mixers, *(4 * numbers for numbers in states)]) * (
+        itemsize + 4) + mlp * (itemsize + 4)
     return tokens * row + 8 * 4 * samples * -(-config.vocab_size // num_devices) + 2**26
 
 

@@ -171,6 +171,9 @@ def make_layout(
     Raises:
         ConfigError: the model does not fit, or cannot be divided over that number of devices.
     """
+    if model.states and config.enable_embeddings:
+        raise ConfigError(f"--enable-embeddings is not supported for {model.architecture}, whose layers have a "
+                          "recurrent state; start without it")
     on_cpu = device.platform == "cpu"
     partition = partition_of(model, config.tensor_parallel_size)
     cache = KVCacheSpec.of(model, config.block_size, page_dtype(config.kv_cache_dtype, dtype))
@@ -187,7 +190,7 @@ def make_layout(
             weight_bytes=shard_bytes(whole.shapes, whole.axes, partition), temporary_bytes=temporary_bytes,
             block_size=config.block_size, block_bytes=cache.block_bytes // partition.kv,
             kv_bytes_per_token=cache.block_bytes * groups.column_units // config.block_size, on_cpu=on_cpu,
-            groups=groups.groups, max_chunk=budget,
+            groups=cache.groups(model), max_chunk=budget,
             share=config.gpu_memory_utilization, pool_bytes=config.kv_cache_memory_bytes, num_blocks=num_blocks,
         )
         shape = StepShape(step_sizes(budget, device.platform), max_num_seqs, -(-max_model_len // config.block_size),

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpaged.core.kv_groups import KVGroup, state_group
 from jaxpaged.execution.sharding import pool_spec
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.transformer import Pools
 from jaxpaged.pallas_kernels.kv_pages import KVPages, LatentPages, is_scaled
+from jaxpaged.pallas_kernels.state_pages import units_for_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,19 @@ class KVCacheSpec:
     def of(cls, config: ModelConfig, block_size: int, dtype: jnp.dtype) -> "KVCacheSpec":
         return cls(config.kv_layout.num_strips, config.num_kv_heads, config.head_dim, block_size, jnp.dtype(dtype),
                    not config.has_latents)
+
+    def groups(self, config: ModelConfig) -> tuple[KVGroup, ...]:
+        """The KV groups of a model with these pools; that of states, if there is one, is the last."""
+        layout, width = config.kv_layout, self.state_width(config)
+        return (*layout.groups, state_group(width, layout.column_units)) if width else layout.groups
+
+    def state_width(self, config: ModelConfig) -> int:
+        """Units of the state of a sequence, in all layers; 0 for a model without."""
+        if not config.states:
+            return 0
+        size = max(spec.state_size for spec in config.states)
+        numbers = self.block_size * self.num_kv_heads * self.head_dim
+        return config.kv_layout.state_slices * units_for_state(size, numbers, self.dtype.itemsize)
 
     @property
     def block_bytes(self) -> int:

@@ -239,7 +239,9 @@ class ModelRunner:
             if chunk.scoring is None:
                 left.append(chunk)
                 continue
-            parts += parts_of(index, chunk, self._shape.block_size)
+            # A state must see each token once: there the last ones of a chunk that samples are not scored.
+            twice = chunk.num_samples if self._programs.shapes.has_states else 0
+            parts += parts_of(index, chunk._replace(num_tokens=chunk.num_tokens - twice), self._shape.block_size)
             if chunk.num_samples:
                 first = chunk.num_tokens - chunk.num_samples
                 left.append(chunk._replace(start=chunk.start + first, token_ids=chunk.token_ids[first:],
@@ -295,9 +297,13 @@ class ModelRunner:
         self._pools = self._programs.get(("copy", COPY_BLOCKS))(self._pools, pairs[0], pairs[1])
 
     def _write_tables(self, tables: Sequence[tuple[int, Sequence[Sequence[int]]]]) -> None:
-        rows = np.zeros((self._programs.shapes.units, TABLE_ROWS, self._shape.table_width), np.int32)
+        rows = np.zeros(self._programs.shapes.table_rows(TABLE_ROWS).shape, np.int32)
         slots = np.full(TABLE_ROWS, self._shape.max_num_seqs, np.int32)  # the null slot's row stays zero
         for row, (slot, units) in enumerate(tables):
             slots[row] = slot
-            rows[:, row, : len(units[0])] = units
+            columns, state = units[: self._programs.shapes.units], units[self._programs.shapes.units :]
+            rows[: len(columns), row, : len(columns[0])] = columns
+            for first in range(0, len(state[0]) if state else 0, self._shape.table_width):
+                part = state[0][first : first + self._shape.table_width]
+                rows[len(columns) + first // self._shape.table_width, row, : len(part)] = part
         self._block_table = self._programs.get(("table", TABLE_ROWS))(self._block_table, rows, slots)

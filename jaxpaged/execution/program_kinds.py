@@ -33,6 +33,7 @@ class ArgumentShapes:
         axes: of each weight, in a tree like `params`.
         num_logits: V, padding for the mesh included.
         units: U, units of a block in every KV group.
+        state_units: units of a sequence's state. They lie in further rows of the block tables, one after the other.
 
     Attributes:
         params, pools: with their shardings.
@@ -43,12 +44,14 @@ class ArgumentShapes:
 
     def __init__(
         self, params: Params, axes: Params, cache: KVCacheSpec, shape: StepShape, placement: Placement, num_logits: int,
-        units: int,
+        units: int, state_units: int = 0,
     ) -> None:
         self._placement = placement
         self._cache = cache
         self._num_logits = num_logits
         self.units = units
+        self.has_states = state_units > 0
+        self._table_rows = units + -(-state_units // shape.table_width)
         self.shape = shape
         self.slots = shape.max_num_seqs + 1
         self.axes = axes
@@ -61,7 +64,7 @@ class ArgumentShapes:
         return self._array(shape, jnp.int32)
 
     def table_rows(self, rows: int) -> jax.ShapeDtypeStruct:
-        return self.int32(self.units, rows, self.shape.table_width)
+        return self.int32(self._table_rows, rows, self.shape.table_width)
 
     def packed_step(self, rows: int, samples: int = 0) -> jax.ShapeDtypeStruct:
         """See `pad_step`."""

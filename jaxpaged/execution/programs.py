@@ -95,7 +95,7 @@ class ProgramSet:
         self._functions = StepFunctions(graph, config, shape, placement, vocab_size, dtype, cache.dtype, native, target)
         self.placement = placement
         self.shapes = ArgumentShapes(params, axes, cache, shape, placement, config.vocab_size,
-                                     config.kv_layout.column_units)
+                                     config.kv_layout.column_units, cache.state_width(config))
         self._compiled: dict[ProgramName, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
         self._store = None if store is None else self.store_in(store)

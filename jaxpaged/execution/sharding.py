@@ -31,6 +31,9 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "mlp": TENSOR,
     "shared_mlp": TENSOR,
     "vocab": TENSOR,
+    "state_keys": TENSOR,
+    "state_values": TENSOR,
+    "state_heads": TENSOR,
     "experts": (),
 }
 
@@ -56,8 +59,10 @@ class Partition:
 
 
 def possible_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """Numbers of devices that divide the attention heads evenly."""
+    """Numbers of devices that divide the attention heads evenly; with recurrent states, KV and state heads too."""
     kv_heads, heads = config.num_kv_heads, {spec.num_heads for spec in config.attention}
+    # Devices that hold the same KV heads would have to hold different states in the same pages.
+    heads |= {count for spec in config.states for count in (spec.key_heads, spec.value_heads, kv_heads)}
     return tuple(size for size in range(1, max(heads) + 1)
                  if not any(count % size for count in heads) and (kv_heads % size == 0 or size % kv_heads == 0))
 

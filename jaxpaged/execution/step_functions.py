@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpaged.execution.full_sampler import sample_full, sample_full_in_kernels
+from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.execution.logit_processors import ProcessorState
 from jaxpaged.execution.logprobs import packed_logprobs
 from jaxpaged.execution.sampler import SamplingState, sample
@@ -75,21 +76,25 @@ class StepFunctions:
         native, target, dtype, cache_dtype = self.native, self.target, self.dtype, self.cache_dtype
         # As one device holds it.
         config, units = self.config.part(partition.size, partition.kv), self.config.kv_layout.column_units
+        state_units = KVCacheSpec.of(self.config, block_size, cache_dtype).state_width(self.config)
         shards, vocab_size = self.placement.vocab_shards, self.vocab_size
 
         def forward(
             params: Params,
             pools: Pools,
-            block_table: jax.Array,  # [U, slots + 1, width]
+            block_table: jax.Array,  # [U, slots + 1, width], and rows with the units of states
             last_id: jax.Array,  # [slots + 1]
             packed: jax.Array,
         ) -> tuple[jax.Array, Pools, jax.Array, jax.Array, jax.Array]:
             rows = unpack_step(packed, size, units)
             column = jnp.where(rows.new_block[0] >= 0, rows.position // block_size, block_table.shape[2])
-            block_table = block_table.at[:, rows.slot, column].set(rows.new_block, mode="drop")
+            block_table = block_table.at[:units, rows.slot, column].set(rows.new_block, mode="drop")
+            states = None
+            if state_units:
+                states = block_table[units:].swapaxes(0, 1).reshape(block_table.shape[1], -1)[:, :state_units]
             ids = jnp.where(rows.token_id >= 0, rows.token_id, last_id[rows.slot])
-            meta = make_metadata(rows.slot, rows.position, block_table, config, block_size, dtype=dtype,
-                                 cache_dtype=cache_dtype, native=native.attention, target=target)
+            meta = make_metadata(rows.slot, rows.position, block_table[:units], config, block_size, dtype=dtype,
+                                 cache_dtype=cache_dtype, native=native.attention, target=target, state_table=states)
             model = nnx.merge(graph, params)
             if native.linear:
                 use_native_products(model)

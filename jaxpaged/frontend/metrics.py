@@ -66,9 +66,9 @@ class Metrics:
         self._empty = self._gauge("jaxpaged:kv_internal_fragmentation_ratio",
                                   "KV slots held but empty over KV slots held.")
         groups = prometheus.Gauge("jaxpaged:kv_group_blocks_used", "KV blocks in use by the layers that keep the same "
-                                  "tokens: all, or those of a sliding window.", [*self._labels, "window"],
+                                  "tokens: all, those of a sliding window, or a state.", [*self._labels, "window"],
                                   registry=self.registry)
-        self._groups = [groups.labels(**self._labels, window=str(group.window or "all")) for group in info.kv_groups]
+        self._groups = [groups.labels(**self._labels, window=group.name) for group in info.kv_groups]
         cache = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks),
                  "cache_dtype": kv_cache_dtype, "enable_prefix_caching": str(prefix_caching)}
         prometheus.Gauge("vllm:cache_config_info", "The KV cache.", [*self._labels, *cache],

@@ -171,7 +171,7 @@ def _match(
                         sources[-1].append(source)
                         used[name] = math.prod(checkpoint.shape(name))
                         continue
-                    rows = item.rows(config.attention[layer]) if item.rows else None
+                    rows = item.rows(config.layers[layer].mixer) if item.rows else None
                     source = find_source(checkpoint, names, name, item.bounds(config, layer), rule.transform_of(config),
                                      filled[is_stack:], dotted, shape, rows)
                     if order := item.order(config, layer):

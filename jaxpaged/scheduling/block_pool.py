@@ -93,7 +93,7 @@ class BlockPool:
     def unit_keys(self, group: int, block_hash: BlockHash) -> tuple[BlockHash, ...]:
         """What the content of each unit of a group's block is known by outside the pool."""
         first = self._first_rows[group]
-        return tuple(block_hash + bytes([row]) if row else block_hash
+        return tuple(block_hash + row.to_bytes(1 if row < 256 else 2) if row else block_hash
                      for row in range(first, first + self._widths[group]))
 
     def get_new_blocks(self, count: int, group: int = 0) -> list[int]:
@@ -147,6 +147,10 @@ class BlockPool:
                     self._num_free_cached += self._width_of(block)
                 else:
                     self._free_units(block)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the content of a block can be found by its hash."""
+        return block in self._hash_of
 
     def get_cached_block(self, block_hash: BlockHash, group: int = 0) -> int | None:
         """The block of a group with this content."""

@@ -9,6 +9,7 @@ from jaxpaged.scheduling.block_pool import BlockHash, BlockPool
 from jaxpaged.scheduling.host_tier import HostBlock, HostTier
 from jaxpaged.scheduling.request import NEVER, Request
 from jaxpaged.scheduling.scheduler_output import NO_TRANSFERS, LoadBlocks, SaveBlocks, Transfers
+from jaxpaged.scheduling.state_blocks import StateBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,14 @@ class Prefix:
         num_unseen: of each group, number of the latter, which come first.
         num_free: number of units of these blocks that are free now.
         on_host: blocks to load.
+        state: the block that has the state after the prefix, or its units in host memory; null without states.
     """
 
     tables: tuple[tuple[int, ...], ...]
     num_unseen: tuple[int, ...]
     num_free: int = 0
     on_host: tuple[HostedBlock, ...] = ()
+    state: int | tuple[HostBlock, ...] = NULL_BLOCK
 
     @property
     def num_blocks(self) -> int:
@@ -47,7 +50,8 @@ class Prefix:
 
     def blocks(self) -> Iterator[int]:
         """The blocks that are in the pool."""
-        return (block for table in self.tables for block in table if block != NULL_BLOCK)
+        states = (self.state,) if isinstance(self.state, int) else ()
+        return (block for table in (*self.tables, states) for block in table if block != NULL_BLOCK)
 
 
 class KVManager:
@@ -60,12 +64,13 @@ class KVManager:
     Args:
         block_size: tokens in a block.
         max_chunk: maximum number of tokens of a request in one step.
-        groups: KV groups of the model; the pool has their widths.
+        groups: KV groups of the model; the pool has their widths. That of states, if there is one, is the last.
         prefix_caching: share the blocks of equal prefixes.
         host: saves evicted blocks.
 
     Attributes:
         column_units: units of a block in every group.
+        states: the states of requests; None for a model without any.
     """
 
     def __init__(
@@ -74,8 +79,10 @@ class KVManager:
     ) -> None:
         self.pool = pool
         self.block_size = block_size
+        tokens = tuple(group for group in groups if not group.save_every)
+        self._all_groups, groups = tuple(groups), tokens
         self.column_units = sum(group.width for group in groups)
-        self._groups, self._max_chunk = tuple(groups), max_chunk
+        self._groups, self._max_chunk = groups, max_chunk
         self._windows = [(index, group) for index, group in enumerate(groups) if group.window is not None]
         # Blocks of a group that a request has at once, at most.
         self._max_blocks = [group.max_blocks(block_size, max_chunk) for group in groups]
@@ -93,6 +100,13 @@ class KVManager:
         self._num_filled_slots = 0
         self._tail_sharers: set[Request] = set()
         self.num_saved = self.num_loaded = 0
+        self.states = None if self._all_groups == tokens else StateBlocks(
+            pool, block_size, self._all_groups[-1], len(tokens), self._caches, self._hash_block)
+
+    @property
+    def fork_units(self) -> int:
+        """Units that a fork needs as soon as it continues."""
+        return self.column_units + (self.states.width if self.states else 0)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks of one group that hold `tokens` tokens."""
@@ -100,7 +114,23 @@ class KVManager:
 
     def units_for(self, tokens: int) -> int:
         """Maximum number of units that a request of `tokens` tokens has at once."""
-        return units_for(self._groups, tokens, self.block_size, self._max_chunk)
+        return units_for(self._all_groups, tokens, self.block_size, self._max_chunk)
+
+    def blocks_of(self, request: Request) -> Iterator[int]:
+        """All blocks of a request, the null block now and then among them."""
+        yield from (block for table in request.block_tables for block in table)
+        yield request.state_block
+
+    def chunk_limit(self, request: Request, count: int) -> int:
+        """So many of `count` more tokens that a step may compute: it ends where the state is to be kept."""
+        return self.states.chunk_limit(request, count) if self.states else count
+
+    def keep_state(self, request: Request) -> None:
+        """Before a running request computes more: its state is kept for others where that is due."""
+        assert self.states is not None
+        if self.states.keep(request):
+            request.shares_tail = True
+            self._tail_sharers.add(request)
 
     def slide(self, request: Request) -> None:
         """Free the blocks of a running request that no token from `num_computed_tokens` on sees."""
@@ -134,8 +164,9 @@ class KVManager:
 
     def allocate(self, request: Request, count: int) -> None:
         """Allocate the free blocks that `count` more tokens need; one that is shared and not full is copied."""
-        if request.shares_tail:
-            for index, table in enumerate(request.block_tables):
+        shares_tail = request.shares_tail
+        if shares_tail:
+            for index, table in enumerate(request.block_tables if self._has_open_tail(request) else ()):
                 if self.pool.ref_count(table[-1]) > 1:
                     [copy] = self.pool.get_new_blocks(1, index)
                     self._copies += zip(self.pool.units(table[-1]), self.pool.units(copy), strict=True)
@@ -148,6 +179,8 @@ class KVManager:
         if columns > 0:
             for index, table in enumerate(request.block_tables):
                 table += self.pool.get_new_blocks(columns, index)
+        if self.states and shares_tail:
+            self._copies += self.states.own(request)
 
     def unit_rows(self, request: Request, first: int = 0, end: int | None = None) -> tuple[Sequence[int], ...]:
         """The units of a request's blocks from index `first` to `end`: `column_units` rows of equal length, or none."""
@@ -165,6 +198,11 @@ class KVManager:
             rows += zip(*(self.pool.units(block) if block != NULL_BLOCK else null for block in blocks), strict=True)
         return tuple(rows)
 
+    def table_rows(self, request: Request) -> tuple[Sequence[int], ...]:
+        """All units of a request's blocks, as `unit_rows`, and those of its state."""
+        rows = self.unit_rows(request)
+        return (*rows, self.pool.units(request.state_block)) if self.states else rows
+
     def fork(self, parent: Request, child: Request) -> None:
         """Share all blocks of a running request with `child`; the first to write to the last block copies it."""
         for table in parent.block_tables:
@@ -174,7 +212,9 @@ class KVManager:
         child.num_computed_tokens, child.num_cached_blocks = parent.num_computed_tokens, parent.num_cached_blocks
         child.block_hashes = list(parent.block_hashes)
         child.table_changed = True
-        if parent.num_computed_tokens % self.block_size:
+        if self.states:
+            self.states.share(parent, child)
+        if parent.num_computed_tokens % self.block_size or self.states:
             parent.shares_tail = child.shares_tail = True
             self._tail_sharers |= {parent, child}
         self._num_filled_slots += self._filled_slots(child)
@@ -205,6 +245,7 @@ class KVManager:
         if not self._caches or request.message.skip_prefix_read:
             return Prefix(((),) * len(groups), (0,) * len(groups))
         runs, length = [0] * len(groups), 0
+        state: int | tuple[HostBlock, ...] = NULL_BLOCK
         for index in range((len(request.token_ids) - 1) // self.block_size):
             block_hash = self._hash_block(request, index)
             for number, blocks in enumerate(found):
@@ -215,6 +256,11 @@ class KVManager:
                 break
             if all(run >= group.prefix_blocks(index + 1, self.block_size)
                    for run, group in zip(runs, groups, strict=True)):
+                if self.states:
+                    kept = self._find_block(len(groups), block_hash)
+                    if kept is None:
+                        continue
+                    state = kept
                 length = index + 1
         tables, num_unseen, on_host, num_free = [], [], list[HostedBlock](), 0
         for number, (group, blocks) in enumerate(zip(groups, found, strict=True)):
@@ -230,14 +276,14 @@ class KVManager:
                     on_host.append(HostedBlock(number, index, block))
             tables.append(tuple(table))
             num_unseen.append(first)
-        return Prefix(tuple(tables), tuple(num_unseen), num_free, tuple(on_host))
+        return Prefix(tuple(tables), tuple(num_unseen), num_free, tuple(on_host), state)
 
     def num_needed(self, request: Request, prefix: Prefix) -> int:
         """Free units that a waiting request with this cached prefix needs for all the tokens it has."""
         columns, units = self.blocks_for(request.num_tokens), prefix.num_host_units + prefix.num_free
         for group, most, passed in zip(self._groups, self._max_blocks, prefix.num_unseen, strict=True):
             units += group.width * max(0, min(columns - passed, most) - (prefix.num_blocks - passed))
-        return units
+        return units + self.states.width if self.states else units
 
     def allocate_prefix(self, request: Request, prefix: Prefix) -> set[Request]:
         """Give an admitted request its cached prefix, which counts as computed.
@@ -262,7 +308,25 @@ class KVManager:
         request.num_computed_tokens = prefix.num_blocks * self.block_size
         self._num_filled_slots += self._filled_slots(request)
         request.table_changed = prefix.num_blocks > 0
+        if self.states:
+            self._begin_state(request, prefix)
         return {self._writers[block] for block in prefix.blocks() if block in self._writers}
+
+    def _begin_state(self, request: Request, prefix: Prefix) -> None:
+        """The state after the prefix; what it is written to is allocated with the next blocks."""
+        assert self.states is not None
+        if isinstance(prefix.state, int):
+            request.state_block = prefix.state
+        else:
+            assert self._host is not None
+            [request.state_block] = self.pool.get_new_blocks(1, self.states.group)
+            for host_block, unit in zip(prefix.state, self.pool.units(request.state_block), strict=True):
+                self._loads.append((host_block, unit))
+                self._host.touch(host_block)
+            # Not cached: it would have to be copied before it is loaded. Host memory keeps it.
+        self.states.begin(request)
+        request.shares_tail = True
+        self._tail_sharers.add(request)
 
     def plan_blocks(self, request: Request, count: int) -> None:
         """Let later admissions of this step share the blocks that a planned chunk of `count` prompt tokens fills."""
@@ -279,7 +343,7 @@ class KVManager:
     def unplan_blocks(self, request: Request) -> None:
         """Undo `plan_blocks`, and the copy of a last block: the request loses its chunk in the step being planned."""
         if self._copies:
-            own = {unit for table in request.block_tables for block in table for unit in self.pool.units(block)}
+            own = {unit for block in self.blocks_of(request) for unit in self.pool.units(block)}
             self._copies = [(source, target) for source, target in self._copies if target not in own]
         self._planned = {key: block for key, block in self._planned.items() if self._writers[block] is not request}
         self._writers = {block: writer for block, writer in self._writers.items() if writer is not request}
@@ -294,6 +358,8 @@ class KVManager:
         full = len(request.token_ids) // self.block_size
         if not self._caches or request.num_cached_blocks == NEVER or index >= full:
             return None
+        if self.states:
+            return None  # others can only begin where a state is kept
         return index, self._hash_block(request, index)
 
     def shares_block(self, request: Request, index: int, block_hash: BlockHash) -> bool:
@@ -338,9 +404,13 @@ class KVManager:
         """
         if cache:
             self.cache_full_blocks(request)
+            if self.states:
+                self.states.keep(request)
         self._num_filled_slots -= self._filled_slots(request)
         for table in request.block_tables:
             self.pool.free_blocks(table)
+        if self.states:
+            self.states.free(request)
         request.block_tables, request.num_unseen, request.slides_at = [], [], NEVER
         self._tail_sharers.discard(request)
         request.num_computed_tokens = request.num_cached_blocks = request.num_proposed = 0
@@ -351,6 +421,8 @@ class KVManager:
         if self._host is not None:
             request.pinned_hashes = tuple(key for group in range(len(self._groups)) for block_hash in
                                           request.block_hashes for key in self.pool.unit_keys(group, block_hash))
+            if self.states:
+                request.pinned_hashes += self.states.kept_keys(request)
             self._host.pin(request.pinned_hashes)
 
     def forget(self, request: Request) -> None:
@@ -359,7 +431,7 @@ class KVManager:
         if self._prefix_caching or not self._caches:
             return
         for block_hash in request.block_hashes:
-            for group in range(len(self._groups)):
+            for group in range(len(self._all_groups)):
                 block = self.pool.get_cached_block(block_hash, group)
                 if block is not None:
                     self.pool.drop_cached(block)
@@ -385,9 +457,12 @@ class KVManager:
 
         A slot reserved for a step in flight counts as filled.
         """
-        empty = self.pool.num_references * self.block_size - self._num_filled_slots
+        num_states = self.states.num_references if self.states else 0
+        empty = (self.pool.num_references - num_states) * self.block_size - self._num_filled_slots
         tails: set[int] = set()
         for request in self._tail_sharers:
+            if not request.block_tables[0]:
+                continue
             tail = request.block_tables[0][-1]
             if tail in tails:
                 empty -= (request.num_blocks * self.block_size - request.num_computed_tokens) * self.column_units
@@ -404,8 +479,11 @@ class KVManager:
                 assert not any(table[:passed]), "a block that no token sees is referenced"
                 assert all(table[passed:]), "a block that is still seen has been freed"
         assert self._tail_sharers == {request for request in requests if request.shares_tail}, "wrong sharers of tails"
-        self.pool.check_integrity((table for request in requests for table in request.block_tables),
+        states = [[request.state_block] for request in requests if request.state_block != NULL_BLOCK]
+        self.pool.check_integrity((*(table for request in requests for table in request.block_tables), *states),
                                   sum(sum(request.num_unseen) for request in requests))
+        if self.states:
+            self.states.check_integrity(requests)
         assert self._caches or not self.pool.num_cached, "content is cached although prefix caching is off"
         if self._host is not None:
             self._host.check_integrity()
@@ -423,6 +501,8 @@ class KVManager:
             block = self._planned.get((group, block_hash))
         if block is not None or self._host is None:
             return block
+        if self._host.get(self.pool.unit_keys(group, block_hash)[0]) is None:
+            return None
         units = [self._host.get(key) for key in self.pool.unit_keys(group, block_hash)]
         return tuple(unit for unit in units if unit is not None) if None not in units else None
 
@@ -431,8 +511,15 @@ class KVManager:
         return request.num_computed_tokens * self.column_units - passed * self.block_size
 
     def _shared_tail_units(self, request: Request) -> int:
-        return sum(group.width for group, table in zip(self._groups, request.block_tables, strict=True)
-                   if self.pool.ref_count(table[-1]) > 1)
+        units = self.states.num_new_units(request) if self.states else 0
+        if not self._has_open_tail(request):
+            return units
+        return units + sum(group.width for group, table in zip(self._groups, request.block_tables, strict=True)
+                           if self.pool.ref_count(table[-1]) > 1)
+
+    def _has_open_tail(self, request: Request) -> bool:
+        """Whether the last block of a request is not full."""
+        return request.num_computed_tokens % self.block_size > 0
 
     def _grouped_loads(self) -> tuple[LoadBlocks, ...]:
         """One load for each segment."""

@@ -218,7 +218,7 @@ class StepPlanner:
 
     def _plan_chunk(self, request: Request, others: Sequence[Request] = ()) -> None:
         """Plan a chunk of a prompt; `others` lack tokens as well, the first of them least."""
-        count, left = request.num_to_compute, self._plan.left
+        count, left = self._kv.chunk_limit(request, request.num_to_compute), self._plan.left
         if self._is_long_prompt(request):
             minimum = max(self._budget // 8, min(self._budget // 4, LONG_PROMPT_CHUNK))
             left = min(left, max(minimum, self._budget - left + STEP_OVERHEAD_TOKENS))
@@ -234,7 +234,7 @@ class StepPlanner:
         """Spend what is left of the budget on the planned prompts in their order, as far as free blocks allow."""
         for request in prefills:
             planned = self._plan.num_scheduled_tokens.get(request, 0)
-            count = min(request.num_to_compute, planned + self._plan.left)
+            count = min(self._kv.chunk_limit(request, request.num_to_compute), planned + self._plan.left)
             if not 0 < planned < count or self._is_long_prompt(request):
                 continue
             if self._pool.can_allocate(self._kv.num_new_units(request, count)):
@@ -267,6 +267,8 @@ class StepPlanner:
         """
         if request.num_computed_tokens >= request.slides_at:
             self._kv.slide(request)
+        if self._kv.states:
+            self._kv.keep_state(request)
         while not self._pool.can_allocate(missing := self._kv.num_new_units(request, count)):
             victim = self._queues.running[-1]
             self._preempt(victim)
@@ -366,7 +368,7 @@ class StepPlanner:
 
     def _fork_units(self, fork: Request) -> int:
         """Units that a fork needs as soon as it continues, and some to grow."""
-        return (1 + self._policy.growth_blocks(fork, self._block_size)) * self._kv.column_units
+        return self._kv.fork_units + self._policy.growth_blocks(fork, self._block_size) * self._kv.column_units
 
     def _preempt_for(self, request: Request, prefix: Prefix, needed: int, reserved: int) -> bool:
         """Preempt as many of the last running requests as a waiting one needs, if it may and that is enough.
@@ -390,7 +392,7 @@ class StepPlanner:
             reserved -= self._reserved_for(victim)
             slots += 1
             tokens += self._plan.num_scheduled_tokens.get(victim, 0)
-            blocks += sum(len(self._pool.units(block)) for table in victim.block_tables for block in table
+            blocks += sum(len(self._pool.units(block)) for block in self._kv.blocks_of(victim)
                           if self._pool.ref_count(block) == 1 and block not in shared)
         for victim in victims:
             self._preempt(victim)
@@ -428,7 +430,7 @@ class StepPlanner:
             chunks.append(ScheduledChunk(
                 request.request_id, request.slot, start, token_ids, count, samples,
                 unit_rows(request, -(-start // block_size), -(-end // block_size))
-                if count > 1 or not start % block_size else (), new, unit_rows(request) if rewrite else (),
+                if count > 1 or not start % block_size else (), new, self._kv.table_rows(request) if rewrite else (),
                 _scoring(request, start, end) if request.scored else None))
         return chunks, StepRequests(list(self._plan.num_scheduled_tokens), rows, proposed)
 
@@ -459,7 +461,7 @@ class StepPlanner:
 
     def _has_room_for_fork(self, reserved: int) -> bool:
         # Each fork will need a block of its own as soon as it continues.
-        return self._queues.num_free_slots > 0 and self._pool.can_allocate(reserved + self._kv.column_units)
+        return self._queues.num_free_slots > 0 and self._pool.can_allocate(reserved + self._kv.fork_units)
 
     def _fork(self, leader: Request, fork: Request, now: float) -> ScheduledChunk:
         self._kv.fork(leader, fork)
@@ -468,7 +470,7 @@ class StepPlanner:
         fork.num_pending = 1
         fork.new_in_slot = fork.table_changed = False
         return ScheduledChunk(fork.request_id, fork.slot, fork.num_computed_tokens, (), 0, 1, (), _new_request(fork),
-                              self._kv.unit_rows(fork))
+                              self._kv.table_rows(fork))
 
 
 def _new_request(request: Request) -> NewRequest:

@@ -74,7 +74,10 @@ class Request:
         new_in_slot: it has no chunk yet since it got its slot.
         block_hashes: hashes of its first full blocks, as far as they have been needed.
         num_cached_blocks: blocks of the table, from the first on, whose content is cached.
-        shares_tail: its last block, which is not full, may have other references: it is copied before it is written.
+        shares_tail: its last block, which is not full, or its state may have other references: it is copied before it
+            is written.
+        state_block: the block with its state, for a model that has one; else, and before it has any, the null block.
+        state_kept_at: number of computed tokens at which its state was last kept, or found, for others.
         table_changed: blocks before the end of its table have changed since the last chunk.
         leader: the running or waiting request that computes the prompt for this one, too.
         forks: requests for which this one computes the prompt.
@@ -110,6 +113,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
     shares_tail: bool = False
+    state_block: int = 0
+    state_kept_at: int = 0
     table_changed: bool = False
     leader: "Request | None" = None
     forks: "list[Request]" = field(default_factory=list)

@@ -132,7 +132,13 @@ class Scheduler:
         Where that step has room for them it computes them and samples after each; `update_from_output` keeps those
         that are what has been sampled before them. The request has no other chunk until then. No token is proposed to
         requests with log probabilities, processors, structured outputs or forks, nor while an id is not known yet.
+
+        Raises:
+            ValueError: the model has a recurrent state, which cannot take tokens back.
         """
+        if self._kv.states:
+            raise ValueError("tokens cannot be proposed to a model with a recurrent state: it could not take back "
+                             "those that are rejected; serve it without speculation")
         request = self._queues.live.get(request_id)
         if request is not None and not (request.full_sampling or request.scored or request.family):
             self._planner.propose(request, token_ids)

@@ -13,7 +13,7 @@ def engine_state(name: str, info: EngineInfo, pool: PoolState, metrics: Metrics)
 
     `blocks.runs` holds the codes of `PoolState`, each run of equal ones as its length and the code: "12f3o"; with
     several KV groups, `blocks.group_runs` holds the letter of each block's group in the same way. `blocks.groups` lists
-    each group's window, null for all tokens, and the number of blocks it uses.
+    each group's window, null for all tokens, whether it keeps a state instead, and the number of blocks it uses.
     Counts are totals since the start: whoever asks twice divides their difference by that of `time`, in seconds.
     """
     counts = {kind: pool.state_codes.count(code)
@@ -21,7 +21,7 @@ def engine_state(name: str, info: EngineInfo, pool: PoolState, metrics: Metrics)
     used = [counts["owned"] + counts["shared"]]
     if pool.group_codes:
         used = [pool.group_codes.count(chr(ord("a") + index)) for index in range(len(info.kv_groups))]
-    groups = [{"window": group.window, "units_per_block": group.width, "used": number}
+    groups = [{"window": group.window, "state": group.save_every > 0, "units_per_block": group.width, "used": number}
               for group, number in zip(info.kv_groups, used, strict=True)]
     return {
         "time": time.monotonic(),

@@ -16,7 +16,7 @@ from jaxpaged.core.config import EngineConfig
 from jaxpaged.core.errors import CheckpointError, UnsupportedModelError
 from jaxpaged.engine.startup import model_of
 from jaxpaged.loading.checkpoint import open_checkpoint
-from jaxpaged.models.config import AttentionSpec, ExpertsSpec, LatentSpec, MLPSpec, ModelConfig
+from jaxpaged.models.config import AttentionSpec, DeltaSpec, ExpertsSpec, LatentSpec, MLPSpec, ModelConfig
 from jaxpaged.models.config_checks import NEUTRAL
 from jaxpaged.models.hf_config import ACTIVATIONS, eos_ids
 from jaxpaged.models.registry import FAMILIES, find_family
@@ -41,12 +41,15 @@ def read(hf: dict[str, Any]) -> ModelConfig:
 
 
 # Model types with mixtures of experts: in every layer, unless their config says otherwise.
-MIXTURES = "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "minimax_m2", "gpt_oss", "deepseek_v2"
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "minimax_m2", "gpt_oss",
+            "deepseek_v2", "qwen3_next")
 # In all but the first layers.
 PARTLY = "glm4_moe", "ernie4_5_moe", "deepseek_v3", "glm4_moe_lite"
 LATENT = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
-# The defaults of the one's class would have it rotate 21 numbers of each head, the other's choose no experts.
-HEADS = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+# The defaults of the one's class would have it rotate 21 numbers of each head, another's choose no experts, and the
+# last one's have no attention in two layers.
+HEADS = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
+         "qwen3_next": {"full_attention_interval": 2}}
 # Families that have a rotary table for each type of layer.
 BY_LAYER_TYPE = "Gemma3ForCausalLM", "Olmo3ForCausalLM"
 
@@ -92,6 +95,9 @@ def check_equal(ours: ModelConfig, theirs: Any) -> None:
     assert {spec.bias for spec in dense} <= {always or first_of(theirs, "mlp_bias", "use_bias", "bias", default=False)}
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
+    assert [isinstance(layer.mixer, DeltaSpec) for layer in ours.layers] == [
+        item == "linear_attention" for item in types]
+    types = [layer_type for layer_type in types if layer_type != "linear_attention"]
     windows = [window if layer_type == "sliding_attention" and window and window < theirs.max_position_embeddings
                else None for layer_type in types]
     assert [spec.window for spec in ours.attention] == windows

@@ -147,6 +147,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
                    "num_experts_per_tok": 3},
     "ernie4.5-moe": {"model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24,
                      "num_hidden_layers": 3},
+    # A larger eps: where a query and the keys so far are at right angles the norm after it would divide by nearly 0.
+    "qwen3-next 80b": {"model_type": "qwen3_next", "head_dim": 16, "num_hidden_layers": 4, "num_experts": 8,
+                       "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+                       "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+                       "linear_value_head_dim": 10, "mlp_only_layers": [1], "rms_norm_eps": 3e-2},
     "opt 350m": {"model_type": "opt", "ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
 }
 
@@ -217,6 +222,15 @@ def check_steps(folder: Path, tokens: Sequence[int], wanted: np.ndarray) -> None
     borders = [0, 1, 20, 21, 22, 41, 60, *range(62, 69), 97, 100]  # around windows, blocks and original contexts
     pieces = [model.step((0, start, tokens[start:stop]))[0] for start, stop in pairwise(borders)]
     check(np.concatenate(pieces), wanted)
+    if model.has_states:  # a request begins with the state after the prefix that it shares, not one further on
+        check(np.concatenate([model.step((0, 0, tokens[:48]))[0], model.step((0, 48, tokens[48:]))[0]]), wanted)
+        model.step((0, 0, tokens[:48]))
+        model.share(3)
+        check(np.concatenate(model.step((1, 48, tokens[48:70]), (0, 48, tokens[48:90]))),
+              wanted[[*range(48, 70), *range(48, 90)]])
+        check(np.stack([model.step((1, at, tokens[at : at + 1]))[0][0] for at in range(70, 76)]), wanted[70:76])
+        check(model.step((1, 0, tokens))[0], wanted)
+        return
     model.share(3)
     forked = model.step((1, 48, tokens[48:70]), (0, 99, tokens[99:]))
     check(np.concatenate(forked), wanted[[*range(48, 70), 99]])

@@ -33,6 +33,7 @@ from jaxpaged.scheduling.scheduler_output import (
     SchedulerOutput,
     Transfers,
 )
+from jaxpaged.scheduling.state_blocks import StateBlocks
 
 VOCAB = 16
 EOS = 3
@@ -131,7 +132,10 @@ class NaiveDevice:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.model = model
-        self.windows = [group.window for group in groups for _ in range(group.width)]  # of each unit of a block
+        # Of each unit of a block; that of a group of states is apart.
+        self.windows = [group.window for group in groups if not group.save_every for _ in range(group.width)]
+        self.has_states = any(group.save_every for group in groups)
+        self.state: list[Sequence[int]] = [()] * num_slots
         self.kv: dict[tuple[int, int], Cell] = {}
         self.table: list[list[dict[int, int]]] = [[{} for _ in self.windows] for _ in range(num_slots)]
         self.last_id = [0] * num_slots
@@ -152,13 +156,14 @@ class NaiveDevice:
             assert chunk.num_tokens >= 0
             assert len(chunk.token_ids) in (chunk.num_tokens, max(0, chunk.num_tokens - 1))
             if chunk.new:
-                assert bool(chunk.table) == (chunk.start > 0)
+                assert bool(chunk.table) == (chunk.start > 0 or self.has_states)
                 self.owner[chunk.slot] = chunk.new.message
                 self.admitted[chunk.slot] = self.inherited.pop(chunk.request_id, self.generation) \
                     if chunk.num_tokens else self.admitted[before.slot]
             if chunk.table:
-                assert len(chunk.table) == len(self.windows)
-                self.table[chunk.slot] = [dict(enumerate(units)) for units in chunk.table]
+                assert len(chunk.table) == len(self.windows) + self.has_states
+                self.table[chunk.slot] = [dict(enumerate(units)) for units in chunk.table[: len(self.windows)]]
+                self.state[chunk.slot] = chunk.table[-1] if self.has_states else ()
             message = self._message(chunk)
             assert chunk.num_samples <= max(chunk.num_tokens, 1)
             assert len(chunk.blocks) in (0, len(self.windows))
@@ -171,10 +176,15 @@ class NaiveDevice:
                     for table, unit in zip(self.table[chunk.slot], next(blocks), strict=True):
                         table[position // self.block_size] = unit
                 seen = self._read(chunk, position)
+                if index == 0 and position:
+                    self._check_state(chunk, seen)
                 self._write(chunk, position, token, seen)
                 seen.append(token)
                 self.num_computed += 1
             assert next(blocks, None) is None, "a block too many"
+            for unit in self.state[chunk.slot] if chunk.num_tokens else ():
+                assert 0 < unit < self.num_blocks
+                self.kv[unit, 0] = Cell(tuple(seen), message.cache_salt, self.generation)
             before = chunk if chunk.num_tokens else before
             if chunk.num_samples:
                 assert len(seen) == chunk.start + chunk.num_tokens, "it samples after another request's row"
@@ -193,6 +203,14 @@ class NaiveDevice:
         self.num_accepted += len(tokens) - 1
         self.num_rejected += rejected
         return tokens + [REJECTED_TOKEN] * rejected
+
+    def _check_state(self, chunk: ScheduledChunk, seen: Sequence[int]) -> None:
+        """Every unit of the slot's state must have seen exactly these tokens."""
+        for unit in self.state[chunk.slot]:
+            cell = self.kv[unit, 0]
+            assert cell.tokens == tuple(seen), f"the state at position {chunk.start} has seen other tokens"
+            assert cell.salt == self._message(chunk).cache_salt
+            assert cell.generation >= self.admitted[chunk.slot], "a state from before the last reset was shared"
 
     def _message(self, chunk: ScheduledChunk) -> EngineRequest:
         message = self.owner[chunk.slot]
@@ -400,7 +418,8 @@ class Harness:
 
     def _check_windows(self, chunk: ScheduledChunk) -> None:
         """No block is kept that none of the chunk's tokens sees."""
-        for group, table in zip(self.groups, self.requests[chunk.request_id].block_tables, strict=True):
+        groups = [group for group in self.groups if not group.save_every]
+        for group, table in zip(groups, self.requests[chunk.request_id].block_tables, strict=True):
             if group.window is not None and chunk.num_tokens:
                 unseen = table[: max(chunk.start - group.window + 1, 0) // self.block_size]
                 assert set(unseen) <= {NULL_BLOCK}
@@ -508,8 +527,8 @@ class Harness:
         assert found.scheduled_times == (len(found.token_ids) > 0), "scheduled_time is set once, with the first token"
 
 
-# One to three groups, of all tokens or of windows, with blocks of one unit or several.
-KV_GROUPS = st.one_of(
+# One to three groups, of all tokens or of windows, with blocks of one unit or several; and perhaps one of states.
+TOKEN_GROUPS = st.one_of(
     st.just((KVGroup(),)),
     st.builds(lambda window: (KVGroup(window),), st.integers(2, 40)),
     st.builds(lambda full, windows: (*full, *(KVGroup(window, width) for window, width in sorted(windows))),
@@ -517,6 +536,9 @@ KV_GROUPS = st.one_of(
               st.lists(st.tuples(st.integers(2, 40), st.integers(1, 3)), min_size=1, max_size=2,
                        unique_by=lambda item: item[0])),
 )
+STATES = st.one_of(st.just(()), st.builds(lambda width, every: (KVGroup(width=width, save_every=every),),
+                                          st.integers(1, 5), st.integers(1, 4)))
+KV_GROUPS = st.builds(lambda tokens, states: tokens + states, TOKEN_GROUPS, STATES)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -537,7 +559,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = {"sparse": tuple(sorted({1, max(1, budget // 3), budget})), "none": (budget,)}
         self.harness = Harness(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget,
                                sizes=sizes.get(ladder) or step_sizes(budget, ladder), prefix_caching=prefix_caching,
-                               host_blocks=host_blocks, swap=swap, policy=policy, groups=groups, proposed=proposed)
+                               host_blocks=host_blocks, swap=swap, policy=policy, groups=groups,
+                               proposed=0 if groups[-1].save_every else proposed)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
@@ -912,3 +935,84 @@ def test_a_prefix_whose_window_is_gone_is_computed_again(evicted: bool) -> None:
     harness.add([*prompt[:48], 9, 9, 9], 4)
     harness.drain()
     assert harness.device.num_computed - computed == (0 if evicted else -48) + 48 + 3 + 4 - 1
+
+
+STATE = KVGroup(width=3, save_every=2)
+
+
+def serve_states(**more: Any) -> Harness:
+    """Requests that share prefixes, choices, beams, and too few blocks."""
+    harness = Harness(num_blocks=60, block_size=4, max_num_seqs=4, budget=16, model=plain_token,
+                      groups=(KVGroup(), STATE), **more)
+    prompt = [number % 7 for number in range(30)]
+    for _ in range(2):
+        harness.add([*prompt, 1, 2], 9)
+        harness.add_choices(3, prompt, 9)
+        harness.drain()
+        harness.add_search(3, prompt[:17], 5)
+        harness.add([*prompt, 1, 2, 9, 9, 9, 9], 9)
+        harness.drain()
+    return harness
+
+
+def keeps_one_late(self: StateBlocks, request: Request) -> bool:
+    """Keeps the state after one more token under the hash of the border."""
+    computed = request.num_computed_tokens - 1
+    if computed == request.state_kept_at or not self._is_border(request, computed) or computed < 1:
+        return False
+    request.state_kept_at = computed
+    self._pool.cache_block(request.state_block, self._hash_block(request, computed // self._block_size - 1), self.group)
+    return True
+
+
+def shares_live_state(self: StateBlocks, request: Request) -> list[tuple[int, int]]:
+    """Writes a state that a fork, or a later request, has as well."""
+    return [] if request.state_block else own_state(self, request)
+
+
+def copies_nothing(self: StateBlocks, request: Request) -> list[tuple[int, int]]:
+    """Takes a block of its own, and leaves in it what was there."""
+    own_state(self, request)
+    return []
+
+
+own_state = StateBlocks.own
+
+
+@pytest.mark.parametrize("fault", [
+    None, ("keep", keeps_one_late), ("own", shares_live_state), ("own", copies_nothing),
+    ("chunk_limit", lambda self, request, count: count), ("keep", lambda self, request: False)], ids=str)
+def test_faults_in_the_use_of_states_are_caught(fault: tuple[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the naive device, by the bookkeeping, or because nothing is shared any more."""
+    def serve() -> int:
+        return serve_states().device.num_computed
+
+    wanted = serve()
+    if fault is None:
+        return
+    with monkeypatch.context() as patch:
+        patch.setattr(StateBlocks, *fault)
+        try:
+            found = serve()
+        except (AssertionError, KeyError):
+            return
+    assert found > wanted, "the fault is not noticed"
+
+
+def test_a_prefix_is_found_where_a_state_was_kept() -> None:
+    """At the last regular border, and at the last full block of a prompt; not between."""
+    harness = Harness(num_blocks=200, block_size=4, max_num_seqs=2, budget=64, model=plain_token,
+                      groups=(KVGroup(), KVGroup(width=7, save_every=5)))
+    prompt = [number % 11 for number in range(50)]
+    for request, cached in (
+            (prompt, 0), ([*prompt, 3], 48), ([*prompt[:47], 15, 15], 40), ([*prompt[:39], 15, 15, 15], 20),
+            ([*prompt[:19], 15, 15], 0), (prompt, 48)):
+        name = harness.add(request, 3)
+        harness.drain()
+        assert harness.requests[name].num_cached_tokens == cached
+
+
+def test_a_model_with_states_refuses_proposed_tokens() -> None:
+    harness = Harness(num_blocks=60, block_size=4, max_num_seqs=2, budget=8, groups=(KVGroup(), STATE))
+    with pytest.raises(ValueError, match="recurrent state: it could not take back"):
+        harness.scheduler.propose("any", [1])

@@ -22,5 +22,5 @@ def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
 def with_windows(config: ModelConfig, windows: tuple[int | None, ...]) -> ModelConfig:
     """A copy with the sliding window of each layer; fewer windows than layers are repeated in turn."""
     return replace(config, layers=tuple(
-        replace(layer, mixer=layer.mixer.of_layer(layer.mixer.rope, windows[index % len(windows)]))
-        for index, layer in enumerate(config.layers)))
+        replace(layer, mixer=mixer.of_layer(mixer.rope, windows[index % len(windows)]))
+        for index, (layer, mixer) in enumerate(zip(config.layers, config.attention, strict=True))))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpaged.execution.kv_cache import KVCacheSpec
 from jaxpaged.loading.checkpoint import open_checkpoint
 from jaxpaged.loading.weights import load_params
 from jaxpaged.models.config import ModelConfig
@@ -46,13 +47,19 @@ class PagedModel:
         pages = np.random.default_rng(0).permutation(REQUESTS * WIDTH).reshape(REQUESTS, WIDTH) + 1
         blocks = np.concatenate([pages, np.zeros((1, WIDTH), np.int64)])  # the null slot's
         self._table = np.stack([np.where(blocks, units * blocks + unit, 0) for unit in range(units)]).astype(np.int32)
-        pool = jnp.zeros((units * (REQUESTS * WIDTH + 1), BLOCK, config.num_kv_heads, config.head_dim), dtype)
+        first = units * (REQUESTS * WIDTH + 1)
+        width = KVCacheSpec.of(config, BLOCK, dtype).state_width(config)
+        units_of = np.random.default_rng(1).permutation(REQUESTS * width).reshape(REQUESTS, width) + first
+        self._states = np.concatenate([units_of, np.zeros((1, width), np.int64)]).astype(np.int32) if width else None
+        pool = jnp.zeros((first + units_of.size, BLOCK, config.num_kv_heads, config.head_dim), dtype)
         self._pools: Pools = tuple(LatentPages(jnp.copy(pool)) if config.has_latents else
                                    KVPages(jnp.copy(pool), jnp.copy(pool)) for _ in range(layout.num_strips))
 
+        states = None if self._states is None else jnp.asarray(self._states)
+
         @jax.jit
         def run(params: Any, pools: Any, ids: jax.Array, slot: jax.Array, position: jax.Array, table: jax.Array) -> Any:
-            meta = make_metadata(slot, position, table, config, BLOCK)
+            meta = make_metadata(slot, position, table, config, BLOCK, state_table=states)
             return nnx.merge(graph, params)(ids, jnp.arange(rows), pools, meta)
 
         given = (self._params, self._pools, *[jax.ShapeDtypeStruct((rows,), jnp.int32)] * 3, self._table)
@@ -72,6 +79,16 @@ class PagedModel:
         assert logits.dtype == jnp.float32
         return [np.asarray(logits)[part] for part in bounds]
 
+    @property
+    def has_states(self) -> bool:
+        return self._states is not None
+
     def share(self, blocks: int) -> None:
-        """Let the second request begin with so many blocks of the first, as after a prefix hit or a fork."""
+        """Let the second request begin with so many blocks of the first, as after a prefix hit or a fork.
+
+        And with a copy of its state, which is that after these blocks if it has computed no more.
+        """
         self._table[:, 1, :blocks] = self._table[:, 0, :blocks]
+        if self._states is not None:
+            source, target = self._states[:REQUESTS]
+            self._pools = jax.tree.map(lambda pool: pool.at[target].set(pool[source]), self._pools)
