@@ -981,7 +981,8 @@ own_state = StateBlocks.own
 
 @pytest.mark.parametrize("fault", [
     None, ("keep", keeps_one_late), ("own", shares_live_state), ("own", copies_nothing),
-    ("chunk_limit", lambda self, request, count: count), ("keep", lambda self, request: False)], ids=str)
+    ("chunk_limit", lambda self, request, count: count), ("keep", lambda self, request: False)],
+    ids=["none", "kept one late", "shared while live", "not copied", "chunks not cut", "nothing kept"])
 def test_faults_in_the_use_of_states_are_caught(fault: tuple[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the naive device, by the bookkeeping, or because nothing is shared any more."""
     def serve() -> int:
