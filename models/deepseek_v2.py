@@ -31,12 +31,13 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """
     hf = with_defaults(hf, DEFAULTS)
     groups = {"greedy": (1, 1), "group_limited_greedy": (size(hf, "n_group", 1), size(hf, "topk_group", 1))}
-    if hf["topk_method"] not in groups:
-        raise UnsupportedModelError(f"config.json: topk_method {hf['topk_method']!r:.64} is not supported; supported "
-                                    f"are {', '.join(groups)}")
+    method = hf["topk_method"]
+    if not isinstance(method, str) or method not in groups:
+        raise UnsupportedModelError(f"config.json: topk_method {method!r:.64} is not supported; supported are "
+                                    f"{', '.join(groups)}")
     if flag(hf, "norm_topk_prob"):
         raise UnsupportedModelError("config.json: norm_topk_prob is not supported for this family")
-    count, best = groups[hf["topk_method"]]
+    count, best = groups[method]
     spec = experts_spec(hf, "moe_intermediate_size", default_count="n_routed_experts", normalized=False,
                         rule={"groups": count, "best_groups": best, "scale": number(hf, "routed_scaling_factor", 1.0)},
                         shared_dim=whole(hf, "n_shared_experts") * size(hf, "moe_intermediate_size"))

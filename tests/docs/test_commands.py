@@ -44,6 +44,7 @@ NOT_RUN: dict[str, str] = {
     "promtool check config deploy/prometheus.yml": "tests/deploy/test_monitoring.py runs it",
     "python deploy/make_dashboards.py": "writes files of this tree; tests/deploy/test_monitoring.py compares them",
     "python -m pytest -m slow tests/deploy": SUITE,
+    "jaxpaged run-batch": "tests/server/test_run_batch.py runs it",
     "jaxpaged run-batch MODEL -i requests.jsonl -o answers.jsonl": "tests/server/test_run_batch.py runs it",
     "python bench/bench_aot.py --write FILE": LONG,
     "python bench/bench_host.py": LONG,

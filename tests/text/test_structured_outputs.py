@@ -340,7 +340,7 @@ def test_a_grammar_that_only_the_engine_cannot_compile_ends_its_request_with_an_
         llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     fine = StructuredOutputsParams(choice=["fine"])
     with monkeypatch.context() as patch:
-        patch.setattr(llm._front.inputs, "grammar", lambda wanted: Grammar("junk", 1))
+        patch.setattr(llm._front.inputs._forms, "grammar", lambda wanted: Grammar("junk", 1))
         [bad, free] = generate(llm, [[1, 2], [3]], [
             SamplingParams(max_tokens=20, structured_outputs=fine), SamplingParams(max_tokens=4, ignore_eos=True)])
     assert bad.outputs[0].finish_reason == "error" and not bad.outputs[0].token_ids
