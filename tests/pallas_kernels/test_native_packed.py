@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,11 @@ def packed(blocks: np.ndarray, kind: str) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(arrays[name]) for name in "qdmsh" if name in arrays)
 
 
-def check(kind: str, blocks: np.ndarray, rows: int, seed: int = 0) -> None:
-    """All products of some rows with blocks [out, blocks of a row, bytes], and the rows of a table."""
-    size_out, size_in = len(blocks), GGUF_BLOCKS[kind] * blocks.shape[1]
-    with np.errstate(all="ignore"):
-        wide = dequantize(blocks.reshape(size_out, -1), GGMLQuantizationType[kind]).astype(np.float32)
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, size_in), np.float32)
-    weights, columns = packed(blocks, kind), np.ascontiguousarray(wide.T)
+def compare_products(kind: str, weights: Sequence[jax.Array], wide: np.ndarray, rows: int,
+                     rng: np.random.Generator) -> None:
+    """All products of some rows with packed weights, and rows of a table, are bitwise those of `wide`, [out, in]."""
+    size_out, size_in = wide.shape
+    x, columns = rng.standard_normal((rows, size_in), np.float32), np.ascontiguousarray(wide.T)
     same = partial(np.testing.assert_array_equal, strict=True)
     same(jitted(native_packed.linear, kind)(x, *weights), jitted(native_linear.linear)(x, columns))
     same(jitted(native_packed.linear, kind, one_sum=True)(x, *weights), jitted(native_linear.transposed)(x, wide))
@@ -62,6 +60,13 @@ def check(kind: str, blocks: np.ndarray, rows: int, seed: int = 0) -> None:
         same(jitted(native_packed.gated, kind)(x, *weights), jitted(native_linear.gated)(x, columns))
     ids = rng.integers(0, size_out, rows).astype(np.int32)
     same(jitted(native_packed.look_up, kind)(ids, *weights), wide[ids])
+
+
+def check(kind: str, blocks: np.ndarray, rows: int, seed: int = 0) -> None:
+    """All products of some rows with blocks [out, blocks of a row, bytes], and the rows of a table."""
+    with np.errstate(all="ignore"):
+        wide = dequantize(blocks.reshape(len(blocks), -1), GGMLQuantizationType[kind]).astype(np.float32)
+    compare_products(kind, packed(blocks, kind), wide, rows, np.random.default_rng(seed))
 
 
 def quantized(kind: str, size_out: int, size_in: int, seed: int = 0) -> np.ndarray:

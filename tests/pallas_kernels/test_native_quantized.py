@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from jaxpaged.pallas_kernels import native_linear, native_packed
 from jaxpaged.pallas_kernels.native_build import build
 from tests.pallas_kernels.test_native_linear import FLAGS
-from tests.pallas_kernels.test_native_packed import jitted
+from tests.pallas_kernels.test_native_packed import compare_products
 
 KINDS = [f"{kind}_{scale}" for kind in ("I4", "I8", "F8") for scale in ("F16", "BF16", "F32")]
 SCALES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
@@ -62,14 +61,7 @@ def check(kind: str, size_out: int, size_in: int, group: int, rows: int, zeros: 
         return np.ascontiguousarray(numbers.reshape(size_out // 16, 16, groups).transpose(0, 2, 1))
 
     weights = [jnp.asarray(leaf) for leaf in (lanes(codes, bits), panels(scales), *[panels(zero)] * zeros)]
-    x, columns = rng.standard_normal((rows, size_in), np.float32), np.ascontiguousarray(wide.T)
-    same = partial(np.testing.assert_array_equal, strict=True)
-    same(jitted(native_packed.linear, kind)(x, *weights), jitted(native_linear.linear)(x, columns))
-    same(jitted(native_packed.linear, kind, one_sum=True)(x, *weights), jitted(native_linear.transposed)(x, wide))
-    if size_out % 32 == 0:
-        same(jitted(native_packed.gated, kind)(x, *weights), jitted(native_linear.gated)(x, columns))
-    ids = rng.integers(0, size_out, rows).astype(np.int32)
-    same(jitted(native_packed.look_up, kind)(ids, *weights), wide[ids])
+    compare_products(kind, weights, wide, rows, rng)
 
 
 @pytest.mark.usefixtures("built")
